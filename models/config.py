@@ -1,0 +1,151 @@
+"""The architecture of a Llama, in the field names of Hugging Face's config.json. Torch-free."""
+
+import json
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+PositiveInt = Annotated[int, Field(gt=0)]
+PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+
+class RopeScaling(BaseModel):
+    """Llama 3.1's frequency scaling: wavelengths longer than the original context are stretched.
+
+    Source: the ``rope_scaling`` block of Llama-3.1's config.json.
+    """
+
+    model_config = ConfigDict(extra="forbid")
+
+    rope_type: Literal["llama3"] = "llama3"
+    factor: PositiveFloat
+    low_freq_factor: PositiveFloat
+    high_freq_factor: PositiveFloat
+    original_max_position_embeddings: PositiveInt
+
+
+class LlamaConfig(BaseModel):
+    """What is trained: the fields of config.json."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    hidden_size: PositiveInt = Field(256, description="Width D of the residual stream.")
+    intermediate_size: PositiveInt = Field(1024, description="Width F of the SwiGLU feed-forward.")
+    num_hidden_layers: PositiveInt = Field(4, description="Number L of transformer blocks.")
+    num_attention_heads: PositiveInt = Field(16, description="Number H of query heads.")
+    num_key_value_heads: PositiveInt | None = Field(
+        None, description="Number K of key/value heads; none: as many as query heads."
+    )
+    head_dim: PositiveInt | None = Field(
+        None, description="Width of one head, even; none: hidden size / heads."
+    )
+    vocab_size: PositiveInt | None = Field(
+        None, description="Vocabulary V in tokens; none: the tokenizer's."
+    )
+    rope_theta: PositiveFloat = Field(500000.0, description="Base of the rotary frequencies.")
+    rope_scaling: RopeScaling | None = Field(
+        None, description="Llama-3.1 rotary scaling as a JSON object; none turns it off."
+    )
+    rms_norm_eps: PositiveFloat = Field(1e-5, description="Epsilon inside the RMSNorm root.")
+    tie_word_embeddings: bool = Field(
+        False, description="Share one matrix between the token embedding and the output head."
+    )
+
+    @property
+    def kv_heads(self) -> int:
+        """Number K of key/value heads."""
+        return self.num_key_value_heads or self.num_attention_heads
+
+    @property
+    def head_size(self) -> int:
+        """Width of one attention head."""
+        return self.head_dim or self.hidden_size // self.num_attention_heads
+
+    @property
+    def num_matmul_parameters(self) -> int:
+        """Parameters that every token is multiplied with: all but the embedding and the norms."""
+        d, f, head = self.hidden_size, self.intermediate_size, self.head_size
+        attention = d * head * (2 * self.num_attention_heads + 2 * self.kv_heads)
+        return self.num_hidden_layers * (attention + 3 * d * f) + self.vocab_size * d
+
+    @property
+    def num_parameters(self) -> int:
+        """All trained parameters; a tied embedding counts once."""
+        norms = (2 * self.num_hidden_layers + 1) * self.hidden_size
+        embedding = 0 if self.tie_word_embeddings else self.vocab_size * self.hidden_size
+        return self.num_matmul_parameters + norms + embedding
+
+    def architecture_error(self) -> str | None:
+        """One line naming what does not fit together inside the model, or None."""
+        h, k = self.num_attention_heads, self.kv_heads
+        if h % k:
+            return f"--num-key-value-heads {k} must divide --num-attention-heads {h}"
+        if self.head_dim is None and self.hidden_size % h:
+            return (
+                f"--num-attention-heads {h} does not divide --hidden-size {self.hidden_size}: "
+                "change one of them or set --head-dim"
+            )
+        if self.head_size % 2:
+            return f"--head-dim {self.head_size} is odd: rotary embedding needs an even head width"
+        return None
+
+
+def read_hf_config(path: str | Path) -> dict:
+    """Read the architecture from a Hugging Face config.json (or the directory that holds one).
+
+    Both spellings are read: ``rope_theta`` and ``rope_scaling`` (with ``type`` or ``rope_type``),
+    and the ``rope_parameters`` block of transformers 5. Only what the file states is returned, so
+    that a caller can tell a stated value from a default.
+
+    Returns:
+        Keyword arguments for :class:`LlamaConfig`.
+
+    Raises:
+        ValueError: in one line, if the file cannot be read, is not a Llama, or asks for something
+            this model does not do (another RoPE type or activation, biases).
+    """
+    path = Path(path)
+    file = path / "config.json" if path.is_dir() else path
+    try:
+        raw = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"--model-config {path}: cannot read {file}: {error}") from error
+    if not isinstance(raw, dict) or raw.get("model_type") != "llama":
+        found = raw.get("model_type") if isinstance(raw, dict) else type(raw).__name__
+        raise ValueError(
+            f"--model-config {file}: model_type is {found!r}; only 'llama' is supported"
+        )
+    for key, wanted in {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False}.items():
+        if raw.get(key, wanted) != wanted:
+            raise ValueError(
+                f"--model-config {file}: {key} is {raw[key]!r}; only {wanted!r} is supported"
+            )
+
+    required = (
+        "hidden_size",
+        "intermediate_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "vocab_size",
+    )
+    if missing := [key for key in required if raw.get(key) is None]:
+        raise ValueError(f"--model-config {file}: {', '.join(missing)} is missing")
+
+    known = {key: raw[key] for key in LlamaConfig.model_fields if raw.get(key) is not None}
+    known.pop("rope_scaling", None)
+    rope = dict(raw.get("rope_parameters") or raw.get("rope_scaling") or {})
+    known["rope_theta"] = rope.pop("rope_theta", raw.get("rope_theta", 10000.0))
+    # Absent fields mean transformers' defaults, which are not all this project's.
+    known.setdefault("rms_norm_eps", 1e-6)
+    known.setdefault("tie_word_embeddings", False)
+    rope_type = rope.pop("rope_type", rope.pop("type", "default"))
+    rope.pop("type", None)
+    if rope_type == "llama3":
+        known["rope_scaling"] = {"rope_type": rope_type, **rope}
+    elif rope_type != "default":
+        raise ValueError(
+            f"--model-config {file}: rope type {rope_type!r} is not supported; "
+            "only 'default' and 'llama3' are"
+        )
+    return known

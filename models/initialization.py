@@ -1,0 +1,75 @@
+"""Initial weights that do not depend on the layout."""
+
+import hashlib
+import math
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from models.llama import Llama
+
+# Elements drawn from one random stream. A rank draws whole chunks, so this bounds what it draws
+# beyond its own rows; it is part of the definition of the weights.
+CHUNK_ELEMENTS = 2**20
+
+
+def initial_std(name: str, hidden_size: int, num_hidden_layers: int) -> float:
+    """Standard deviation of a matrix at the start.
+
+    - ``sqrt(2 / (5 D))`` for every matrix ("SmallInit", Nguyen and Salazar 2019): the logits then
+      start with a standard deviation of 0.63 at any width, and the loss close to ln(V);
+    - ``1 / sqrt(2 L)`` of that for the two matrices that write into the residual stream of each
+      block (``o_proj``, ``down_proj``), so that its variance does not grow with depth (GPT-2).
+    """
+    std = math.sqrt(2 / (5 * hidden_size))
+    if name.endswith(("o_proj.weight", "down_proj.weight")):
+        std /= math.sqrt(2 * num_hidden_layers)
+    return std
+
+
+def _chunks(seed: int, name: str, shape: tuple[int, int], first: int, last: int):
+    """Rows [first, last) of a standard normal matrix ``shape``, as (first row, float32 block)."""
+    rows, columns = shape
+    per_chunk = max(1, CHUNK_ELEMENTS // columns)
+    key = int.from_bytes(hashlib.sha256(f"{seed}:{name}".encode()).digest()[:8], "little")
+    for chunk in range(first // per_chunk, -(-last // per_chunk)):
+        start = chunk * per_chunk
+        count = min(per_chunk, rows - start)
+        stream = np.random.Generator(np.random.Philox(key=[key, chunk]))
+        block = stream.standard_normal((count, columns), dtype=np.float32)
+        low, high = max(first, start), min(last, start + count)
+        yield low, block[low - start : high - start]
+
+
+@torch.no_grad()
+def init_weights(model: Llama, seed: int) -> None:
+    """Fill every parameter: ones for norms, normal with :func:`initial_std` for matrices.
+
+    Each value is a function of (seed, parameter name, global index) alone, drawn on the CPU in
+    float32: the same on every layout, device and dtype. A rank draws its own rows plus at most
+    one chunk, so the whole model never exists anywhere. Works on plain tensors and on DTensors
+    with any sharding.
+    """
+    config = model.config
+    for name, parameter in model.named_parameters():
+        local: Tensor = parameter
+        offset = (0,) * parameter.ndim
+        if isinstance(parameter, DTensor):
+            local = parameter.to_local()
+            _, offset = compute_local_shape_and_global_offset(
+                parameter.shape, parameter.device_mesh, parameter.placements
+            )
+        if parameter.ndim == 1:
+            local.fill_(1)
+            continue
+        if local.numel() == 0:
+            continue
+        std = initial_std(name, config.hidden_size, config.num_hidden_layers)
+        columns = slice(offset[1], offset[1] + local.shape[1])
+        last = offset[0] + local.shape[0]
+        for row, block in _chunks(seed, name, tuple(parameter.shape), offset[0], last):
+            values = torch.from_numpy(np.ascontiguousarray(block[:, columns]) * np.float32(std))
+            local[row - offset[0] : row - offset[0] + len(block)].copy_(values)

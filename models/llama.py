@@ -1,0 +1,215 @@
+"""A Llama 3 with Hugging Face's parameter names. It knows nothing of meshes.
+
+Shapes: B micro-batch, S sequence, D hidden, H query heads, K key/value heads, F feed-forward,
+V vocabulary. Under tensor parallelism a rank sees its own heads, feed-forward columns and
+vocabulary rows, and everything here follows from the shape of its local weights.
+"""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from models.config import LlamaConfig
+
+
+def local_weight(module: nn.Module) -> Tensor:
+    """The part of ``module.weight`` this rank multiplies with, as a plain tensor.
+
+    A tensor-parallel style leaves the weight a DTensor and says on the module what the local
+    gradient means (``grad_placements``) and, where the local part is not the shard itself, which
+    rows it is (``local_rows``).
+    """
+    weight = module.weight
+    if not isinstance(weight, DTensor):
+        return weight
+    weight = weight.to_local(grad_placements=module.grad_placements)
+    rows = getattr(module, "local_rows", None)
+    return weight if rows is None else weight[rows]
+
+
+class Linear(nn.Linear):
+    """A matrix product without bias, by the local weight."""
+
+    def __init__(self, in_features: int, out_features: int):
+        super().__init__(in_features, out_features, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., in] -> [..., local out]."""
+        return F.linear(x, local_weight(self))
+
+
+class Embedding(nn.Embedding):
+    """Token embedding. A rank that holds a slice of the vocabulary returns zeros for other tokens.
+
+    Attributes:
+        vocab_start: first vocabulary row of this rank, set by the tensor-parallel style; None
+            where the rank holds every row.
+    """
+
+    vocab_start: int | None = None
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """[B, S] -> [B, S, D], to be summed over the ranks if ``vocab_start`` is set."""
+        weight = local_weight(self)
+        if self.vocab_start is None:
+            return F.embedding(tokens, weight)
+        row = tokens - self.vocab_start
+        mine = (row >= 0) & (row < weight.shape[0])
+        return F.embedding(row.where(mine, 0), weight) * mine.unsqueeze(-1)
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x) * weight, computed in float32 (float64 for float64 input) and rounded once."""
+
+    def __init__(self, dim: int, eps: float):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(dim))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., D] -> [..., D]."""
+        return F.rms_norm(x, x.shape[-1:], local_weight(self), self.eps)
+
+
+def rope_frequencies(config: LlamaConfig) -> Tensor:
+    """Rotary frequencies in radians per position: float64 [head_dim / 2].
+
+    Source: RoFormer (Su et al. 2021), with Llama 3.1's scaling: a wavelength longer than
+    ``original / low_freq_factor`` is stretched by ``factor``, one shorter than
+    ``original / high_freq_factor`` is kept, and those between are blended.
+    """
+    exponent = torch.arange(0, config.head_size, 2, dtype=torch.float64) / config.head_size
+    frequency = config.rope_theta**-exponent
+    scaling = config.rope_scaling
+    if scaling is None:
+        return frequency
+    turns = scaling.original_max_position_embeddings * frequency / (2 * math.pi)
+    keep = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    keep = keep.clamp(0, 1)
+    return (1 - keep) * frequency / scaling.factor + keep * frequency
+
+
+def rope_tables(config: LlamaConfig, seq_len: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Cosine and sine of every rotary angle, each [S, head_dim / 2].
+
+    The angles are float64, because a float32 angle of thousands of radians is off by 1e-4; the
+    result is rounded once, to ``dtype``.
+    """
+    angles = torch.arange(seq_len, dtype=torch.float64).outer(rope_frequencies(config))
+    return angles.cos().to(dtype), angles.sin().to(dtype)
+
+
+def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate [B, heads, S, head_dim] in half-split order, in the precision of the tables."""
+    first, second = x.to(cos.dtype).chunk(2, dim=-1)
+    rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    return rotated.to(x.dtype)
+
+
+class Attention(nn.Module):
+    """Causal grouped-query attention."""
+
+    def __init__(self, config: LlamaConfig):
+        super().__init__()
+        head = config.head_size
+        self.head_size = head
+        self.q_proj = Linear(config.hidden_size, config.num_attention_heads * head)
+        self.k_proj = Linear(config.hidden_size, config.kv_heads * head)
+        self.v_proj = Linear(config.hidden_size, config.kv_heads * head)
+        self.o_proj = Linear(config.num_attention_heads * head, config.hidden_size)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """[B, S, D] -> [B, S, D]; tables [S, head_dim / 2]."""
+        batch, seq, _ = x.shape
+        q, k, v = (
+            proj(x).view(batch, seq, -1, self.head_size).transpose(1, 2)  # [B, local heads, S, hd]
+            for proj in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return self.o_proj(out.transpose(1, 2).reshape(batch, seq, -1))
+
+
+class MLP(nn.Module):
+    """SwiGLU feed-forward (Shazeer 2020)."""
+
+    def __init__(self, config: LlamaConfig):
+        super().__init__()
+        self.gate_proj = Linear(config.hidden_size, config.intermediate_size)
+        self.up_proj = Linear(config.hidden_size, config.intermediate_size)
+        self.down_proj = Linear(config.intermediate_size, config.hidden_size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, S, D] -> [B, S, D]."""
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Block(nn.Module):
+    """One transformer block, normalised before attention and before the feed-forward."""
+
+    def __init__(self, config: LlamaConfig):
+        super().__init__()
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn = Attention(config)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = MLP(config)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """[B, S, D] -> [B, S, D]; under sequence parallelism only x is a slice of S."""
+        x = x + self.self_attn(self.input_layernorm(x), cos, sin)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class Decoder(nn.Module):
+    """Everything below the output head."""
+
+    def __init__(self, config: LlamaConfig):
+        super().__init__()
+        self.config = config
+        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(Block(config) for _ in range(config.num_hidden_layers))
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self._tables = {}
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """[B, S] -> [B, S, D]."""
+        x = self.embed_tokens(tokens)
+        cos, sin = self._rope_tables(tokens.shape[1], x)
+        for block in self.layers:
+            x = block(x, cos, sin)
+        return self.norm(x)
+
+    def _rope_tables(self, seq_len: int, like: Tensor) -> tuple[Tensor, Tensor]:
+        # Not buffers: to_empty() would leave them uninitialised, and a cast would round them.
+        dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
+        key = (seq_len, like.device, dtype)
+        if key not in self._tables:
+            tables = rope_tables(self.config, seq_len, dtype)
+            self._tables = {key: tuple(table.to(like.device) for table in tables)}
+        return self._tables[key]
+
+
+class Llama(nn.Module):
+    """Llama 3 language model. ``config.vocab_size`` must be set."""
+
+    def __init__(self, config: LlamaConfig):
+        super().__init__()
+        self.config = config
+        self.model = Decoder(config)
+        self.lm_head = Linear(config.hidden_size, config.vocab_size)
+        self.tie_weights()
+
+    def tie_weights(self) -> None:
+        """Make head and embedding one parameter where the config asks for it.
+
+        To be called again after anything that replaces parameters, since that unties them.
+        """
+        if self.config.tie_word_embeddings:
+            self.lm_head.weight = self.model.embed_tokens.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Token ids [B, S] -> logits [B, S, local V]."""
+        return self.lm_head(self.model(tokens))

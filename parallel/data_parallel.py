@@ -1,0 +1,57 @@
+"""Data parallelism with sharded parameters: FSDP2."""
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from models.llama import Llama
+
+
+def apply_fsdp(model: Llama, mesh: DeviceMesh, *, zero: int, dtype: torch.dtype) -> None:
+    """Shard ``model`` over the 1-D dp ``mesh``, also where it has one rank.
+
+    One unit per transformer block, one for the token embedding, one for final norm and head. Tied
+    embeddings belong to the root, since a parameter can live in one unit only.
+
+    Args:
+        zero: 3 frees the gathered parameters after the forward, 2 keeps them until the backward.
+        dtype: compute dtype; gradients are reduced in float32, or in float64 with float64.
+    """
+    low_precision = dtype if dtype == torch.bfloat16 else None
+    # Inputs are not cast: the RoPE tables would lose their float32.
+    policy = MixedPrecisionPolicy(
+        param_dtype=low_precision,
+        reduce_dtype=torch.float32 if low_precision else None,
+        cast_forward_inputs=False,
+    )
+
+    def shard(unit: nn.Module | list[nn.Module], reshard_after_forward: bool) -> None:
+        fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward)
+
+    for block in model.model.layers:
+        shard(block, zero == 3)
+    if not model.config.tie_word_embeddings:
+        shard(model.model.embed_tokens, zero == 3)
+        # The backward of a lookup does not read the table.
+        model.model.embed_tokens.set_unshard_in_backward(False)
+        # The backward starts with these two, so freeing them would only gather them again.
+        shard([model.model.norm, model.lm_head], False)
+    shard(model, False)
+
+    for unit in fsdp_units(model):
+        # The loss is already divided by the global number of target tokens: gradients are summed.
+        # Both settings act on one unit only.
+        unit.set_gradient_divide_factor(1.0)
+        unit.set_force_sum_reduction_for_comms(True)
+
+
+def fsdp_units(model: nn.Module) -> list[FSDPModule]:
+    """Every FSDP unit of ``model``, the root first."""
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+
+def reshard(model: nn.Module) -> None:
+    """Free the gathered parameters that a forward without a backward leaves behind."""
+    for unit in fsdp_units(model):
+        unit.reshard()

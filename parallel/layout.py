@@ -1,0 +1,157 @@
+"""Sizes and names of the mesh dims, and every rule about which layout is possible. Torch-free."""
+
+import os
+from dataclasses import dataclass
+
+from models.config import LlamaConfig
+
+
+class LayoutError(ValueError):
+    """A layout that cannot be built, in one line with the flag, both numbers and the fix."""
+
+
+@dataclass(frozen=True)
+class Launch:
+    """This process among all processes of the job, as the launcher describes it."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+
+
+def read_launch(environ=os.environ) -> Launch:
+    """Read the launcher's variables: torchrun's, else those of an ``srun`` step, else one process.
+
+    Raises:
+        LayoutError: if torchrun's variables are incomplete or contradict each other.
+    """
+    if "WORLD_SIZE" in environ or "RANK" in environ:
+        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+        defaults = {
+            "LOCAL_RANK": environ.get("RANK"),
+            "LOCAL_WORLD_SIZE": environ.get("WORLD_SIZE"),
+        }
+    elif int(environ.get("SLURM_STEP_NUM_TASKS", "1")) > 1:
+        names = (
+            "SLURM_PROCID",
+            "SLURM_STEP_NUM_TASKS",
+            "SLURM_LOCALID",
+            "SLURM_STEP_TASKS_PER_NODE",
+        )
+        defaults = {}
+    else:
+        return Launch(0, 1, 0, 1)
+    try:
+        # SLURM writes tasks per node as "4(x2)" or "4,3"; a number is enough for a warning.
+        values = [environ.get(n, defaults.get(n)).split("(")[0].split(",")[0] for n in names]
+        launch = Launch(*map(int, values))
+    except (AttributeError, ValueError):
+        found = ", ".join(f"{n}={environ.get(n)}" for n in names)
+        raise LayoutError(
+            f"launcher variables are incomplete ({found}): start with torchrun or srun"
+        ) from None
+    if not 0 <= launch.rank < launch.world_size:
+        raise LayoutError(f"{names[0]}={launch.rank} is outside {names[1]}={launch.world_size}")
+    return launch
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How the ranks are arranged, and how the global batch is cut for them.
+
+    Attributes:
+        dp: data-parallel ranks (FSDP2 shards over these).
+        tp: tensor-parallel ranks, innermost in the mesh.
+        batch_size: sequences per dp rank per micro-batch.
+        micro_batches: micro-batches per optimizer step and dp rank.
+    """
+
+    dp: int
+    tp: int
+    batch_size: int
+    micro_batches: int
+
+    @property
+    def world_size(self) -> int:
+        """Number of processes."""
+        return self.dp * self.tp
+
+    @property
+    def name(self) -> str:
+        """The layout as ``dp x tp``, for example ``2x4``."""
+        return f"{self.dp}x{self.tp}"
+
+
+def _divisors(n: int) -> str:
+    found = [str(d) for d in range(1, n + 1) if n % d == 0]
+    return ", ".join(found[:-1]) + (" or " if len(found) > 1 else "") + found[-1]
+
+
+def make_layout(
+    *, world_size: int, tp: int, global_batch_size: int, batch_size: int | None = None
+) -> Layout:
+    """Arrange ``world_size`` ranks and cut the global batch.
+
+    ``batch_size`` is in sequences per dp rank per micro-batch; None takes the whole share of a dp
+    rank in one micro-batch.
+
+    Raises:
+        LayoutError: if the sizes do not divide.
+    """
+    if world_size % tp:
+        raise LayoutError(
+            f"--tp {tp} does not divide the {world_size} processes: "
+            f"use --tp {_divisors(world_size)}, or start a multiple of {tp} processes"
+        )
+    dp = world_size // tp
+    if global_batch_size % dp:
+        raise LayoutError(
+            f"--global-batch-size {global_batch_size} is not a multiple of the "
+            f"{dp} data-parallel ranks: use {-(-global_batch_size // dp) * dp}, or another --tp"
+        )
+    share = global_batch_size // dp
+    batch_size = batch_size or share
+    if share % batch_size:
+        raise LayoutError(
+            f"--batch-size {batch_size} does not divide the {share} sequences of a "
+            f"data-parallel rank (--global-batch-size {global_batch_size} / dp {dp}): "
+            f"use --batch-size {_divisors(share)}"
+        )
+    return Layout(dp=dp, tp=tp, batch_size=batch_size, micro_batches=share // batch_size)
+
+
+def check_tensor_parallel(
+    model: LlamaConfig, tp: int, seq_len: int, sequence_parallel: bool
+) -> None:
+    """Check that the model can be cut over ``tp`` ranks. ``vocab_size`` may still be None.
+
+    Raises:
+        LayoutError: naming the first field that does not fit.
+    """
+    heads, kv_heads = model.num_attention_heads, model.kv_heads
+    if heads % tp:
+        raise LayoutError(
+            f"--tp {tp} does not divide --num-attention-heads {heads}: use --tp {_divisors(heads)}"
+        )
+    if kv_heads % tp and tp % kv_heads:
+        raise LayoutError(
+            f"--tp {tp} fits --num-key-value-heads {kv_heads} neither way: "
+            "one must be a multiple of the other"
+        )
+    if model.intermediate_size % tp:
+        raise LayoutError(
+            f"--tp {tp} does not divide --intermediate-size {model.intermediate_size}: "
+            f"use --intermediate-size {-(-model.intermediate_size // tp) * tp} or another --tp"
+        )
+    if sequence_parallel and seq_len % tp:
+        raise LayoutError(
+            f"--tp {tp} does not divide --seq-len {seq_len}: "
+            f"use --seq-len {-(-seq_len // tp) * tp} or --sequence-parallel off"
+        )
+    vocab = model.vocab_size
+    if vocab is not None and -(-vocab // tp) * (tp - 1) >= vocab:
+        raise LayoutError(
+            f"--vocab-size {vocab} leaves a rank of --tp {tp} without a row: "
+            f"use --vocab-size {-(-vocab // tp) * tp} or a smaller --tp"
+        )

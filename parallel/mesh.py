@@ -1,0 +1,113 @@
+"""Process groups, the DeviceMesh, the device and the backend."""
+
+import datetime
+import os
+import socket
+import subprocess
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from parallel.layout import Launch, Layout, LayoutError
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This process among the ranks of the run.
+
+    Attributes:
+        device: where the model lives.
+        mesh: the ("dp", "tp") mesh over all ranks.
+        control: a gloo group over all ranks for small CPU vectors, apart from the training traffic.
+        store: a key-value store that all ranks reach, for waits without a collective's timeout.
+    """
+
+    launch: Launch
+    device: torch.device
+    mesh: DeviceMesh
+    control: dist.ProcessGroup
+    store: dist.Store
+
+    @property
+    def rank(self) -> int:
+        """Global rank."""
+        return self.launch.rank
+
+    @property
+    def dp_rank(self) -> int:
+        """Coordinate in the dp dim: which part of the global batch this rank reads."""
+        return self.mesh.get_local_rank("dp")
+
+    @property
+    def tp_rank(self) -> int:
+        """Coordinate in the tp dim."""
+        return self.mesh.get_local_rank("tp")
+
+    @property
+    def tp_group(self) -> dist.ProcessGroup | None:
+        """The tensor-parallel group, or None where there is nothing to communicate."""
+        return self.mesh.get_group("tp") if self.mesh["tp"].size() > 1 else None
+
+
+def _slurm_address() -> None:
+    """Under plain ``srun``, derive the meeting point that torchrun would set."""
+    if "MASTER_ADDR" not in os.environ:
+        nodes = os.environ.get("SLURM_STEP_NODELIST", "")
+        found = subprocess.run(
+            ["scontrol", "show", "hostnames", nodes], capture_output=True, text=True
+        )
+        if found.returncode or not found.stdout.split():
+            raise LayoutError(
+                "cannot list the nodes of the SLURM step: set MASTER_ADDR to the first one"
+            )
+        os.environ["MASTER_ADDR"] = found.stdout.split()[0]
+    # Derived from the job, so that two jobs on one node do not meet.
+    job, step = int(os.environ.get("SLURM_JOB_ID", 0)), int(os.environ.get("SLURM_STEP_ID", 0))
+    os.environ.setdefault("MASTER_PORT", str(20000 + (job * 7 + step) % 20000))
+
+
+def _meet(launch: Launch, timeout: datetime.timedelta) -> dist.Store:
+    if launch.world_size == 1:
+        return dist.HashStore()
+    if "RANK" not in os.environ:
+        _slurm_address()
+    url = f"env://?rank={launch.rank}&world_size={launch.world_size}"
+    store, _, _ = next(iter(dist.rendezvous(url, timeout=timeout)))
+    # torchrun keeps its store over a restart, and with it the addresses of ranks that are gone.
+    return dist.PrefixStore(f"attempt{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+
+
+def make_mesh(device_type: str, layout: Layout) -> DeviceMesh:
+    """The mesh of a layout: dims ("dp", "tp") of shape (dp, tp), tp innermost."""
+    return init_device_mesh(device_type, (layout.dp, layout.tp), mesh_dim_names=("dp", "tp"))
+
+
+def init_ranks(launch: Launch, layout: Layout, comm_timeout: float) -> Ranks:
+    """Build the process groups and the mesh: cuda and nccl where there is CUDA, else cpu and gloo.
+
+    Args:
+        comm_timeout: seconds until a collective that does not complete is an error.
+
+    Raises:
+        LayoutError: if there are more processes on this node than GPUs.
+    """
+    if torch.cuda.is_available():
+        if launch.local_rank >= torch.cuda.device_count():
+            raise LayoutError(
+                f"{launch.local_world_size} processes on {socket.gethostname()} for "
+                f"{torch.cuda.device_count()} GPUs: start one process per GPU, or set "
+                "CUDA_VISIBLE_DEVICES= to train on the CPU"
+            )
+        device, backend = torch.device("cuda", launch.local_rank), "cpu:gloo,cuda:nccl"
+        torch.cuda.set_device(device)
+    else:
+        device, backend = torch.device("cpu"), "gloo"
+    timeout = datetime.timedelta(seconds=comm_timeout)
+    store = _meet(launch, timeout)
+    dist.init_process_group(
+        backend, store=store, rank=launch.rank, world_size=launch.world_size, timeout=timeout
+    )
+    control = dist.new_group(backend="gloo", timeout=timeout)
+    return Ranks(launch, device, make_mesh(device.type, layout), control, store)

@@ -1,0 +1,165 @@
+"""What a layout holds and sends: placements and bytes of every parameter, collectives per step."""
+
+from dataclasses import dataclass
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from models.config import LlamaConfig
+from models.llama import Llama
+from parallel.layout import Layout
+
+
+@dataclass(frozen=True)
+class ParameterRow:
+    """One parameter on this rank; ``bytes`` are those of the local shard in its stored dtype."""
+
+    name: str
+    shape: tuple[int, ...]
+    placements: str
+    local_shape: tuple[int, ...]
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One kind of collective of one unit.
+
+    Attributes:
+        unit: the block, or another part of the model, that it belongs to; a block stands for all L.
+        dim: mesh dim it runs over.
+        kind: all_gather, reduce_scatter or all_reduce.
+        why: what is sent.
+        count: per optimizer step and unit, on every rank.
+        bytes: size of the whole tensor (the gathered one; the one before the scatter).
+    """
+
+    unit: str
+    dim: str
+    kind: str
+    why: str
+    count: int
+    bytes: int
+
+
+def _short(placement: object) -> str:
+    text = str(placement)
+    return text.replace("Replicate()", "R").replace("_StridedShard", "S").replace("Shard", "S")
+
+
+def parameter_rows(model: Llama) -> list[ParameterRow]:
+    """Every parameter of a model that is laid out, in order, as this rank holds it."""
+    rows = []
+    for name, p in model.named_parameters():
+        local = p.to_local() if isinstance(p, DTensor) else p
+        placements = p.placements if isinstance(p, DTensor) else ()
+        rows.append(
+            ParameterRow(
+                name,
+                tuple(p.shape),
+                " ".join(map(_short, placements)),
+                tuple(local.shape),
+                local.numel() * local.element_size(),
+            )
+        )
+    return rows
+
+
+def collectives(
+    model: LlamaConfig,
+    layout: Layout,
+    *,
+    seq_len: int,
+    zero: int,
+    sequence_parallel: bool,
+    dtype: torch.dtype,
+) -> list[Collective]:
+    """The collectives of one optimizer step, as :func:`parallel.parallelize` arranges them.
+
+    Left out: one all-reduce of two numbers over all ranks (loss and gradient norm), and one of a
+    small CPU vector (target tokens, stop requested).
+    """
+    m, size = layout.micro_batches, torch.finfo(dtype).bits // 8
+    stream = layout.batch_size * seq_len * model.hidden_size * size  # [B, S, D]
+    reduced = 8 if dtype == torch.float64 else 4  # gradients, and the numbers of the loss
+    found = []
+
+    def add(unit: str, dim: str, kind: str, why: str, count: int, size: int) -> None:
+        found.append(Collective(unit, dim, kind, why, count * m, size))
+
+    if layout.tp > 1:
+        _tensor_parallel(model, layout, stream, size, sequence_parallel, add)
+        tokens = layout.batch_size * seq_len
+        add("loss", "tp", "all_reduce", "largest logit of each token", 1, tokens * reduced)
+        add("loss", "tp", "all_reduce", "sum of exp, target logit", 1, 2 * tokens * reduced)
+    if layout.dp > 1:
+        for unit, numel, gathers in _fsdp_units(model, layout.tp, zero):
+            add(unit, "dp", "all_gather", "parameters", gathers, numel * size)
+            add(unit, "dp", "reduce_scatter", "gradients", 1, numel * reduced)
+    return found
+
+
+def _tensor_parallel(model, layout, stream, size, sequence_parallel, add) -> None:
+    d = model.hidden_size
+    # (unit, inputs that enter a region, outputs that leave one, norm weights)
+    for unit, enters, leaves, norms in (
+        ("block", 2, 2, 2),
+        ("embedding", 0, 1, 0),
+        ("head", 1, 0, 1),
+    ):
+        if sequence_parallel:
+            both = enters + leaves
+            add(unit, "tp", "all_gather", "activations, forward and backward", both, stream)
+            add(unit, "tp", "reduce_scatter", "activations, forward and backward", both, stream)
+            if norms:
+                add(unit, "tp", "all_reduce", "gradient of a norm weight", norms, d * size)
+        else:
+            if leaves:
+                add(unit, "tp", "all_reduce", "activations, forward", leaves, stream)
+            if enters:
+                add(unit, "tp", "all_reduce", "activations, backward", enters, stream)
+    if model.kv_heads % layout.tp:
+        rows = model.kv_heads * model.head_size * d * size
+        add("block", "tp", "all_reduce", "gradient of a replicated k or v projection", 2, rows)
+
+
+def _fsdp_units(model: LlamaConfig, tp: int, zero: int) -> list[tuple[str, int, int]]:
+    """(unit, elements of one tp rank before sharding over dp, gathers per micro-batch)."""
+    d, f, head = model.hidden_size, model.intermediate_size, model.head_size
+    q, kv = model.num_attention_heads * head * d // tp, model.kv_heads * head * d
+    kv = kv // tp if model.kv_heads % tp == 0 else kv
+    block = 2 * q + 2 * kv + 3 * d * f // tp + 2 * d
+    table = -(-model.vocab_size // tp) * d
+    again = 2 if zero == 3 else 1
+    units = [("block", block, again)]
+    if model.tie_word_embeddings:
+        return [*units, ("embedding, norm and head", table + d, 1)]
+    # The backward of the embedding does not need the table; the head is kept for its backward.
+    return [*units, ("embedding", table, 1), ("head", table + d, 1)]
+
+
+def format_plan(
+    rows: list[ParameterRow], sent: list[Collective], model: LlamaConfig, layout: Layout
+) -> str:
+    """Both tables as text. Parameters of the blocks 1 to L - 1 repeat those of block 0."""
+    lines = [f"layout {layout.name}, rank 0 of {layout.world_size}", ""]
+    table = [("parameter", "global shape", "(dp, tp)", "local shape", "bytes")]
+    table += [(r.name, r.shape, r.placements, r.local_shape, f"{r.bytes:,}") for r in rows]
+    lines += _columns(table)
+    total = sum(row.bytes for row in rows)
+    lines += ["", f"total {total:,} bytes of {model.num_parameters:,} parameters on this rank", ""]
+    table = [("unit", "dim", "collective", "per step", "bytes each", "what")]
+    for c in sent:
+        unit = f"block (each of {model.num_hidden_layers})" if c.unit == "block" else c.unit
+        table.append((unit, c.dim, c.kind, c.count, f"{c.bytes:,}", c.why))
+    lines += _columns(table) if sent else ["no collectives within the step"]
+    return "\n".join(lines)
+
+
+def _columns(table: list[tuple]) -> list[str]:
+    text = [[str(cell) for cell in row] for row in table]
+    widths = [max(map(len, column)) for column in zip(*text, strict=True)]
+    return [
+        "  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip()
+        for row in text
+    ]

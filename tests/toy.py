@@ -1,0 +1,148 @@
+"""Small training runs, executed on every rank of a test group: what the tests compare."""
+
+import functools
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from models.config import LlamaConfig
+from models.initialization import init_weights
+from models.llama import Llama
+from parallel import parallelize
+from parallel.layout import Launch, Layout
+from parallel.mesh import Ranks, make_mesh
+from training.config import OptimizerSection
+from training.loop import Batch, FaultFlag, optimizer_step
+from training.loss import IGNORE_INDEX
+from training.optimizer import ShardedOptimizer
+
+# Eight heads, so that every layout of eight ranks divides them; four key/value heads, so that
+# tp 8 has fewer of them than ranks.
+MODEL = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "vocab_size": 64,
+}
+GLOBAL_BATCH, SEQ_LEN = 8, 16
+
+
+@functools.cache
+def make_ranks(tp: int) -> Ranks:
+    """This process among the ranks of its group, in a (world / tp, tp) mesh."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    layout = Layout(dp=world // tp, tp=tp, batch_size=1, micro_batches=1)
+    control = dist.new_group(backend="gloo")
+    launch = Launch(rank, world, rank, world)
+    return Ranks(launch, torch.device("cpu"), make_mesh("cpu", layout), control, dist.HashStore())
+
+
+def make_model(
+    ranks: Ranks, *, sp: bool = False, zero: int = 3, dtype: str = "float64", **fields
+) -> Llama:
+    """The toy model, laid out over ``ranks`` and initialised with seed 0."""
+    compute = getattr(torch, dtype)
+    with torch.device("meta"):
+        model = Llama(LlamaConfig(**(MODEL | fields)))
+        model.to(torch.promote_types(compute, torch.float32))
+    parallelize(model, ranks.mesh, sequence_parallel=sp, zero=zero, dtype=compute)
+    model.to_empty(device="cpu")
+    init_weights(model, seed=0)
+    return model
+
+
+def global_batch(step: int, vocab_size: int, mask: str = "none") -> tuple[np.ndarray, np.ndarray]:
+    """Inputs and targets [G, S] of a step, the same on every rank.
+
+    ``mask``: "uneven" leaves the second half of the sequences a tenth of the targets of the first;
+    "empty" masks every target of step 1; "rank" every target of the second half.
+    """
+    random = np.random.Generator(np.random.Philox(key=[7, step]))
+    tokens = random.integers(0, vocab_size, (GLOBAL_BATCH, SEQ_LEN + 1))
+    tokens[0, :2] = 0, vocab_size - 1  # the last row of the vocabulary takes part
+    inputs, targets = tokens[:, :-1].copy(), tokens[:, 1:].copy()
+    half = GLOBAL_BATCH // 2
+    if mask == "uneven":
+        targets[half:][random.random((half, SEQ_LEN)) > 0.1] = IGNORE_INDEX
+    elif mask == "rank" or (mask == "empty" and step == 1):
+        targets[0 if mask == "empty" else half :] = IGNORE_INDEX
+    return inputs, targets
+
+
+def local_batch(step: int, ranks: Ranks, micro_batches: int, vocab_size: int, mask: str) -> Batch:
+    """The micro-batches of this dp rank."""
+    dp = ranks.mesh["dp"].size()
+    mine = slice(ranks.dp_rank * GLOBAL_BATCH // dp, (ranks.dp_rank + 1) * GLOBAL_BATCH // dp)
+    parts = (np.split(x[mine], micro_batches) for x in global_batch(step, vocab_size, mask))
+    return [tuple(map(torch.from_numpy, pair)) for pair in zip(*parts, strict=True)]
+
+
+def full(tensor: torch.Tensor) -> np.ndarray:
+    """The whole of a tensor as an array of its own."""
+    whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return whole.detach().clone().numpy()
+
+
+def train_toy(
+    tp: int = 1,
+    *,
+    steps: int = 5,
+    micro_batches: int = 1,
+    mask: str = "none",
+    optimizer: dict | None = None,
+    **options,
+) -> dict | None:
+    """Train the toy model. Rank 0 returns the curves, the gradients of step 0 and the end weights.
+
+    Every rank's loss and gradient norm must be the same number.
+    """
+    ranks = make_ranks(tp)
+    model = make_model(ranks, **options)
+    defaults = {"optimizer": "sgd", "lr": 0.3, "weight_decay": 0.1, "grad_clip": 0.5}
+    section = OptimizerSection(**(defaults | (optimizer or {})))
+    updater = ShardedOptimizer(model, section)
+    fault, grads, losses, norms = FaultFlag(ranks.device), {}, [], []
+    vocab = model.config.vocab_size
+
+    def keep_grads() -> None:
+        if not grads:
+            grads.update((n, full(p.grad)) for n, p in model.named_parameters())
+
+    for step in range(steps):
+        _, targets = global_batch(step, vocab, mask)
+        target_tokens = int((targets != IGNORE_INDEX).sum())
+        if not target_tokens:
+            continue
+        batch = local_batch(step, ranks, micro_batches, vocab, mask)
+        result = optimizer_step(
+            model, updater, batch, target_tokens, ranks,
+            lr=section.lr, grad_clip=section.grad_clip, step=step + 1, fault=fault,
+            while_reducing=keep_grads,
+        )  # fmt: skip
+        losses.append(result.loss.item())
+        norms.append(result.grad_norm.item())
+    everyone = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, (losses, norms))
+    assert all(other == (losses, norms) for other in everyone)
+    weights = {n: full(p) for n, p in model.named_parameters()}
+    if dist.get_rank() != 0:
+        return None
+    return {"loss": losses, "grad_norm": norms, "grads": grads, "weights": weights}
+
+
+def deviation(found: dict, reference: dict) -> float:
+    """Largest relative deviation: of each number, and of each tensor in the Frobenius norm."""
+    worst = 0.0
+    for key in ("loss", "grad_norm"):
+        a, b = np.array(found[key]), np.array(reference[key])
+        assert a.shape == b.shape
+        worst = max(worst, *np.abs(a - b) / np.abs(b))
+    for key in ("grads", "weights"):
+        assert found[key].keys() == reference[key].keys()
+        for name, b in reference[key].items():
+            worst = max(worst, np.linalg.norm(found[key][name] - b) / np.linalg.norm(b))
+    return worst

@@ -1,0 +1,156 @@
+"""Everything that can be known to be wrong before a process group is built. Torch-free."""
+
+import os
+import socket
+import sys
+import time
+from pathlib import Path
+
+from parallel.layout import (
+    Launch,
+    Layout,
+    LayoutError,
+    check_tensor_parallel,
+    make_layout,
+    read_launch,
+)
+from training.config import Config, ConfigError, flag, parse_flags, wandb_key_configured
+from training.run_dir import RunDir, read_checkpoint_state
+
+
+def check(config: Config, launch: Launch) -> Layout:
+    """Check all that can be known from the flags, and arrange the layout.
+
+    Raises:
+        ConfigError, LayoutError: in one line.
+    """
+    step, optimizer, run = config.step, config.optimizer, config.run
+    if config.layout.world_size and not config.layout.print_plan:
+        raise ConfigError(
+            f"--world-size {config.layout.world_size} plans only: add --print-plan, "
+            "or start that many processes with torchrun"
+        )
+    if error := config.model.architecture_error():
+        raise ConfigError(error)
+    layout = make_layout(
+        world_size=config.layout.world_size or launch.world_size,
+        tp=config.layout.tp,
+        global_batch_size=step.global_batch_size,
+        batch_size=step.batch_size,
+    )
+    sequence_parallel = config.layout.sequence_parallel == "on"
+    check_tensor_parallel(config.model, layout.tp, step.seq_len, sequence_parallel)
+
+    decay_steps = optimizer.lr_decay_steps or step.steps
+    if optimizer.warmup_steps > decay_steps:
+        raise ConfigError(
+            f"--warmup-steps {optimizer.warmup_steps} exceeds the {decay_steps} steps of the "
+            "schedule (--lr-decay-steps, or --steps): use fewer warm-up steps or more steps"
+        )
+    if run.wandb == "online" and not wandb_key_configured():
+        raise ConfigError(
+            "--wandb online needs an API key and finds none: set WANDB_API_KEY, "
+            "run 'wandb login', or use --wandb offline"
+        )
+    if config.run_dir.exists() and not config.run_dir.is_dir():
+        raise ConfigError(f"--run-dir {config.run_dir} is a file: name a directory")
+    return layout
+
+
+def identity(config: Config) -> dict:
+    """What a resumed run must have in common with its checkpoint, by flag name.
+
+    Layout, micro-batch, logging and checkpoint settings and the number of steps may change. The
+    data are compared by content, once they are open.
+    """
+    step = config.step
+    return {
+        **config.model.model_dump(mode="json"),
+        "seq_len": step.seq_len,
+        "seed": step.seed,
+        "global_batch_size": step.global_batch_size,
+        "dtype": step.dtype,
+        **config.optimizer.model_dump(mode="json"),
+        "lr_decay_steps": config.optimizer.lr_decay_steps or step.steps,
+        "tokenizer": config.data.tokenizer,
+    }
+
+
+def check_resume(config: Config, checkpoint: Path) -> None:
+    """Compare the config with the checkpoint it would continue.
+
+    An unset ``--lr-decay-steps`` or ``--vocab-size`` takes the value of the first start.
+
+    Raises:
+        ConfigError: naming the first field that differs, and both values.
+    """
+    saved = read_checkpoint_state(checkpoint)["identity"]
+    if config.optimizer.lr_decay_steps is None:
+        config.optimizer.lr_decay_steps = saved["lr_decay_steps"]
+    if config.model.vocab_size is None:
+        config.model.vocab_size = saved["vocab_size"]
+    for key, value in identity(config).items():
+        if value != saved[key]:
+            raise ConfigError(
+                f"{flag(key)} {value} differs from the {saved[key]} of {checkpoint}: "
+                "use the same value, or another --run-dir"
+            )
+
+
+def refuse(message: str, launch: Launch) -> None:
+    """End this process with exit code 2 and one line on stderr, printed by rank 0 alone.
+
+    torchrun ends all ranks as soon as one has left, so the others wait to be ended. A rank that is
+    first on another node speaks up if nobody ended it: only its node knows what is wrong.
+    """
+    if launch.rank != 0:
+        time.sleep(10)
+        message = f"rank {launch.rank} on {socket.gethostname()}: {message}"
+    if launch.local_rank == 0 and message:
+        print(f"train_llm.py: error: {message}", file=sys.stderr, flush=True)
+    sys.stdout.flush()
+    # Not sys.exit: other threads and exit handlers must not delay the end.
+    os._exit(2)
+
+
+def load_config(argv: list[str]) -> tuple[Config, Layout, Launch]:
+    """The checked config, layout and launch of this process.
+
+    Bad input ends it with exit code 2, and a run that has finished with exit code 0.
+    """
+    launch = Launch(0, 1, 0, 1)
+    try:
+        launch = read_launch()
+        config = parse_flags(argv, console=launch.rank == 0)
+        checkpoint = RunDir(config.run_dir).newest_checkpoint()
+        if checkpoint and not config.layout.print_plan:
+            check_resume(config, checkpoint)
+        layout = check(config, launch)
+    except (ConfigError, LayoutError) as error:
+        refuse(str(error), launch)
+    except SystemExit as leaving:
+        if leaving.code:
+            refuse("", launch)  # tyro has printed its report on rank 0
+        raise
+    if checkpoint and not config.layout.print_plan:
+        done = read_checkpoint_state(checkpoint)["step"]
+        if done >= config.step.steps:
+            if launch.rank == 0:
+                print(
+                    f"{config.run_dir} is finished: {done} of {config.step.steps} steps are done. "
+                    "Raise --steps to go on, or use another --run-dir."
+                )
+            sys.exit(0)
+    if int(os.environ.get("SLURM_NTASKS", "1")) > 1 and launch.world_size == 1:
+        print(
+            f"train_llm.py: warning: SLURM gave this job {os.environ['SLURM_NTASKS']} tasks, "
+            "but this is one process on its own: start it with srun or torchrun",
+            file=sys.stderr,
+        )
+    if launch.rank == 0 and config.layout.tp > launch.local_world_size:
+        print(
+            f"train_llm.py: warning: --tp {config.layout.tp} spans nodes of "
+            f"{launch.local_world_size} processes: tensor parallelism over a network is slow",
+            file=sys.stderr,
+        )
+    return config, layout, launch

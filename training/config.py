@@ -1,0 +1,325 @@
+"""The one schema of a run: recipe TOML plus command line. Torch-free.
+
+Precedence: flag > ``--model-config`` > recipe. Every table of a recipe is a group of ``--help``,
+and every key has the name of its flag with underscores.
+"""
+
+import contextlib
+import difflib
+import json
+import os
+import sys
+import tomllib
+from pathlib import Path
+from typing import Annotated, Literal
+
+import tomli_w
+import tyro
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from models.config import LlamaConfig, PositiveFloat, PositiveInt, RopeScaling, read_hf_config
+
+RECIPES = Path(__file__).parent.parent / "recipes"
+NonNegativeInt = Annotated[int, Field(ge=0)]
+NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Fraction = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
+Beta = Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)]
+
+
+class ConfigError(Exception):
+    """Bad input; the message is one line that names the flag, the value and the fix."""
+
+
+class Section(BaseModel):
+    """A table of the recipe: unknown keys and values out of range raise :class:`ConfigError`."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    def __init__(self, **values):
+        try:
+            super().__init__(**values)
+        except ValidationError as error:
+            raise ConfigError(_one_line(error, type(self))) from None
+
+
+class LayoutSection(Section):
+    """How the model is laid out over the processes. What is left after tp is data parallel."""
+
+    tp: PositiveInt = Field(1, description="Tensor-parallel ranks; 1 turns it off.")
+    zero: Literal[3, 2] = Field(
+        3,
+        description="What FSDP2 frees between uses. 3: gathered parameters after the forward; "
+        "2: they stay until the backward. Both reduce-scatter every micro-batch.",
+    )
+    sequence_parallel: Literal["auto", "on", "off"] = Field(
+        "auto",
+        description="Cut the activations between tensor-parallel regions along the sequence. auto: "
+        "on with NCCL where tp divides the sequence, off with gloo (there one all-reduce is cheaper).",
+    )
+    print_plan: bool = Field(
+        False, description="Print parameters, placements, bytes and collectives, then exit."
+    )
+    world_size: PositiveInt | None = Field(
+        None,
+        description="With --print-plan: the number of processes to plan for; none: the real one.",
+    )
+
+
+class ModelSection(LlamaConfig, Section):
+    """What is trained: the fields of Hugging Face's config.json."""
+
+
+class StepSection(Section):
+    """One optimizer step."""
+
+    global_batch_size: PositiveInt = Field(
+        8, description="Sequences per optimizer step, over all ranks and micro-batches."
+    )
+    batch_size: PositiveInt | None = Field(
+        None, description="Sequences per dp rank per micro-batch; none: all of its share at once."
+    )
+    seq_len: PositiveInt = Field(256, description="Tokens per sequence.")
+    steps: PositiveInt = Field(120, description="Optimizer steps of the whole run.")
+    seed: NonNegativeInt = Field(0, description="Seed of the initial weights and the sample order.")
+    dtype: Literal["bfloat16", "float32", "float64"] = Field(
+        "float32",
+        description="Compute dtype. Parameters and optimizer state are float32 (float64 with "
+        "float64).",
+    )
+
+
+class OptimizerSection(Section):
+    """How the weights are updated."""
+
+    optimizer: Literal["adamw", "sgd"] = Field("adamw", description="SGD is without momentum.")
+    lr: PositiveFloat = Field(3e-3, description="Peak learning rate.")
+    warmup_steps: NonNegativeInt = Field(10, description="Steps of linear warm-up; 0 turns it off.")
+    lr_schedule: Literal["cosine", "linear", "wsd", "constant"] = Field(
+        "cosine",
+        description="Shape after the warm-up. wsd stays at the peak, then falls linearly over the "
+        "last fifth of the decay steps.",
+    )
+    lr_decay_steps: PositiveInt | None = Field(
+        None,
+        description="Step at which the minimum is reached and kept; none: --steps of the first "
+        "start.",
+    )
+    min_lr_ratio: Fraction = Field(0.1, description="Minimum learning rate as a part of the peak.")
+    weight_decay: NonNegativeFloat = Field(
+        0.1, description="Decoupled decay of matrices (norm weights have none); 0 turns it off."
+    )
+    beta1: Beta = Field(0.9, description="AdamW's decay rate of the first moment.")
+    beta2: Beta = Field(0.95, description="AdamW's decay rate of the second moment.")
+    grad_clip: NonNegativeFloat = Field(
+        1.0, description="Largest global gradient norm; 0 turns it off."
+    )
+
+
+class DataSection(Section):
+    """Text, tokens and evaluation."""
+
+    dataset: str = Field(
+        "stdlib",
+        description="stdlib (Python's own sources on this machine), a .txt, .jsonl or .parquet "
+        "file, a folder or glob of them, a Hugging Face dataset name, or synthetic.",
+    )
+    dataset_config: str | None = Field(None, description="Configuration of a Hugging Face dataset.")
+    dataset_split: str = Field("train", description="Split of a Hugging Face dataset.")
+    text_column: str = Field(
+        "text", description="Field of a .jsonl, .parquet or hub record with the text."
+    )
+    tokenizer: str = Field(
+        "bytes",
+        description="bytes (built in, 257 tokens), or the path or hub name of any fast tokenizer.",
+    )
+    skip_bad_records: bool = Field(
+        False,
+        description="Skip and count unreadable or empty records; otherwise the first one stops "
+        "the run.",
+    )
+    eval_every: NonNegativeInt = Field(
+        50, description="Steps between evaluations on the held-out documents; 0 turns them off."
+    )
+    eval_batches: NonNegativeInt = Field(
+        0, description="Global batches per evaluation; 0: every held-out sequence."
+    )
+    eval_fraction: Annotated[float, Field(ge=0, le=0.5)] = Field(
+        0.01,
+        description="Part of the documents that is held out, chosen by their content; 0: none.",
+    )
+
+
+class RunSection(Section):
+    """The run directory and what is written there."""
+
+    run_dir: Path | None = Field(None, description="Run directory; none: runs/<recipe>.")
+    checkpoint_every: NonNegativeInt = Field(
+        50, description="Steps between checkpoints; 0: only one at the end."
+    )
+    keep_checkpoints: NonNegativeInt = Field(
+        2, description="Newest complete checkpoints that are kept; 0: all of them."
+    )
+    comm_timeout: PositiveFloat = Field(
+        600.0, description="Seconds until a stuck collective is an error."
+    )
+    log_every: PositiveInt = Field(10, description="Steps between logged steps.")
+    wandb: Literal["auto", "online", "offline", "disabled"] = Field(
+        "auto",
+        description="auto: online where an API key is configured, else offline. Never prompts.",
+    )
+    wandb_project: str = Field("parallel-recipes", description="wandb project.")
+
+
+class Config(Section):
+    """A whole run."""
+
+    recipe: str = Field(
+        "debug", description="A recipe of recipes/ by name, or the path of a TOML file."
+    )
+    config_json: Annotated[Path | None, tyro.conf.arg(name="model-config")] = Field(
+        None,
+        exclude=True,
+        description="A Hugging Face config.json (or its directory) with the model's dimensions; "
+        "none: the recipe's.",
+    )
+    layout: LayoutSection = Field(default_factory=LayoutSection)
+    model: ModelSection = Field(default_factory=ModelSection)
+    step: StepSection = Field(default_factory=StepSection)
+    optimizer: OptimizerSection = Field(default_factory=OptimizerSection)
+    data: DataSection = Field(default_factory=DataSection)
+    run: RunSection = Field(default_factory=RunSection)
+
+    @property
+    def run_dir(self) -> Path:
+        """The run directory."""
+        return self.run.run_dir or Path("runs") / Path(self.recipe).stem
+
+
+def flag(*location: str | int) -> str:
+    names = [str(part) for part in location if isinstance(part, str)]
+    return "--" + (names[-1] if names else "").replace("_", "-")
+
+
+def _one_line(error: ValidationError, schema: type[BaseModel]) -> str:
+    """The first fault of a validation as one line; an unknown key names the nearest known one."""
+    fault = error.errors()[0]
+    location = fault["loc"]
+    if fault["type"] == "extra_forbidden":
+        for part in location[:-1]:
+            field = schema.model_fields.get(part)
+            schema = field.annotation if field else schema
+        known = getattr(schema, "model_fields", {})
+        near = difflib.get_close_matches(str(location[-1]), known, n=1, cutoff=0.5)
+        hint = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(known)}"
+        return f"unknown key {'.'.join(map(str, location))!r}: {hint}"
+    message = fault["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
+    return f"{flag(*location)} {message}, not {fault['input']!r}"
+
+
+def _early_flag(argv: list[str], name: str) -> str | None:
+    """Value of a flag that must be known before the others get their defaults."""
+    for i, arg in enumerate(argv):
+        key, _, value = arg.partition("=")
+        if key.replace("_", "-") == name:
+            return value or (argv[i + 1] if i + 1 < len(argv) else None)
+    return None
+
+
+def load_recipe(name: str) -> Config:
+    """Read ``recipes/<name>.toml``, or the TOML file at that path.
+
+    Raises:
+        ConfigError: if there is none, or it holds an unknown key or a bad value.
+    """
+    file = Path(name) if name.endswith(".toml") else RECIPES / f"{name}.toml"
+    if not file.is_file():
+        known = sorted(p.stem for p in RECIPES.glob("*.toml"))
+        near = difflib.get_close_matches(name, known, n=1)
+        hint = (
+            f"did you mean {near[0]}?"
+            if near
+            else f"known: {', '.join(known)}, or a path ending in .toml"
+        )
+        raise ConfigError(f"--recipe {name}: no such recipe; {hint}")
+    try:
+        with file.open("rb") as f:
+            table = tomllib.load(f)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"--recipe {name}: {file}: {error}") from None
+    try:
+        return Config(**{**table, "recipe": name})
+    except ConfigError as error:
+        raise ConfigError(f"--recipe {name}: {error}") from None
+
+
+_registry = tyro.constructors.ConstructorRegistry()
+
+
+@_registry.primitive_rule
+def _rope_scaling_from_json(info):
+    if info.type != RopeScaling | None:
+        return None
+    return tyro.constructors.PrimitiveConstructorSpec(
+        nargs=1,
+        metavar="JSON",
+        instance_from_str=lambda args: (
+            None if args[0] == "none" else RopeScaling(**json.loads(args[0]))
+        ),
+        is_instance=lambda value: value is None or isinstance(value, RopeScaling),
+        str_from_instance=lambda value: ["none" if value is None else value.model_dump_json()],
+    )
+
+
+def parse_flags(argv: list[str], console: bool = True) -> Config:
+    """Turn a command line into a config; nothing is checked yet beyond each value's own range.
+
+    Raises:
+        ConfigError: for a bad recipe or a value out of range.
+        SystemExit: from tyro, for ``--help`` (0) and for what it cannot parse (2, and it says so).
+    """
+    defaults = load_recipe(_early_flag(argv, "--recipe") or "debug")
+    stated = {}
+    if path := _early_flag(argv, "--model-config"):
+        try:
+            stated = read_hf_config(path)
+            defaults.model = ModelSection(**stated)
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
+    config = tyro.cli(
+        Config,
+        args=argv,
+        default=defaults,
+        prog="train_llm.py",
+        description="Pretrain a Llama on a (dp, tp) mesh. Defaults are those of the chosen recipe.",
+        config=(tyro.conf.OmitArgPrefixes,),
+        registry=_registry,
+        console_outputs=console,
+    )
+    for key, value in stated.items():
+        now = getattr(config.model, key)
+        now = now.model_dump() if isinstance(now, BaseModel) else now
+        if now != value and console:
+            print(f"{flag(key)} {now} overrides {value} of --model-config", file=sys.stderr)
+    return config
+
+
+def wandb_key_configured() -> bool:
+    """Whether wandb could log in without asking: an API key in the environment or in netrc."""
+    if os.environ.get("WANDB_API_KEY"):
+        return True
+    import netrc
+    from urllib.parse import urlparse
+
+    # The default server has had both names.
+    hosts = ["api.wandb.ai", "api.forge.coreweave.com"]
+    if url := os.environ.get("WANDB_BASE_URL"):
+        hosts = [urlparse(url).hostname]
+    file = Path(os.environ.get("NETRC", Path.home() / ".netrc"))
+    with contextlib.suppress(OSError, netrc.NetrcParseError):
+        return any(netrc.netrc(file).authenticators(host) for host in hosts)
+    return False
+
+
+def to_toml(config: Config) -> str:
+    """The resolved config as a recipe that can be read again."""
+    return tomli_w.dumps(config.model_dump(mode="json", exclude_none=True))

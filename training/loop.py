@@ -1,0 +1,337 @@
+"""The training loop: one optimizer step, evaluation, and when to log, save and stop."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from parallel.data_parallel import reshard
+from parallel.layout import Layout
+from parallel.mesh import Ranks
+from parallel.tensor_parallel import vocab_rows
+from training.checkpoint import Progress
+from training.config import Config
+from training.data import TokenData, eval_batches, prefetch, train_batch
+from training.loss import IGNORE_INDEX, cross_entropy_sum
+from training.metrics import Meter
+from training.optimizer import ShardedOptimizer, lr_at
+from training.reporter import Reporter
+
+Batch = list[tuple[Tensor, Tensor]]
+
+
+class NonFiniteError(RuntimeError):
+    """The loss or the gradient norm was not finite; the weights are those before that step."""
+
+    def __init__(self, step: int, ranks: list[int], what: str):
+        self.step, self.ranks = step, ranks
+        names = ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
+        super().__init__(
+            f"step {step}: {what} is not finite on {names}; that step changed nothing, "
+            "and the last checkpoint is intact"
+        )
+
+
+def batch_loss(model: nn.Module, inputs: Tensor, targets: Tensor, ranks: Ranks) -> Tensor:
+    """Summed loss in nats of one micro-batch [B, S]; equal on all tp ranks."""
+    logits = model(inputs)
+    group = ranks.tp_group
+    start = vocab_rows(model.config.vocab_size, ranks.mesh["tp"]).start if group else 0
+    return cross_entropy_sum(logits, targets, vocab_start=start, tp_group=group)
+
+
+def forward_backward(model: nn.Module, batch: Batch, target_tokens: int, ranks: Ranks) -> Tensor:
+    """Accumulate the gradient of the global mean loss over this rank's micro-batches.
+
+    Args:
+        target_tokens: number of targets of the whole optimizer step, over all ranks.
+
+    Returns:
+        float64 scalar: this dp rank's share of the global mean loss.
+    """
+    share = torch.zeros((), dtype=torch.float64, device=ranks.device)
+    for inputs, targets in batch:
+        loss = batch_loss(model, inputs, targets, ranks) / target_tokens
+        loss.backward()
+        share += loss.detach()
+    return share
+
+
+@dataclass
+class StepResult:
+    """Device scalars of one step: nothing here has been read by the host."""
+
+    loss: Tensor
+    grad_norm: Tensor
+
+
+class FaultFlag:
+    """Remembers on the device the first step whose loss or gradient norm was not finite."""
+
+    def __init__(self, device: torch.device):
+        self.step = torch.zeros((), dtype=torch.float64, device=device)
+        self._here = torch.zeros((), dtype=torch.int64, device=device)
+
+    def record(self, step: int, sums: Tensor, local: Tensor) -> Tensor:
+        """Note ``step`` if the global ``sums`` are not finite, and return 1.0 then, else 0.0.
+
+        Args:
+            local: this rank's own [squared gradient norm, loss].
+        """
+        bad = ~sums.isfinite().all()
+        first = bad & (self.step == 0)
+        squares_bad, loss_bad = ~local.isfinite()
+        self._here = torch.where(first, torch.where(loss_bad, 2, squares_bad.long()), self._here)
+        self.step = torch.where(first, float(step), self.step)
+        return bad.float()
+
+    def check(self, ranks: Ranks, step: int | None = None) -> None:
+        """Raise :class:`NonFiniteError` on all ranks if a step was noted.
+
+        Args:
+            step: ``self.step``, where the caller has read it already; else the device is read.
+        """
+        step = int(self.step) if step is None else step
+        if not step:
+            return
+        codes = torch.zeros(dist.get_world_size(ranks.control), dtype=torch.int64)
+        codes[ranks.rank] = self._here.cpu()
+        dist.all_reduce(codes, group=ranks.control)
+        # A loss that is not finite spreads to every gradient: where there is one, it is the cause.
+        worst = int(codes.max())
+        where = [rank for rank, code in enumerate(codes.tolist()) if code == worst]
+        raise NonFiniteError(step, where, "the loss" if worst == 2 else "the gradient")
+
+
+def optimizer_step(
+    model: nn.Module,
+    optimizer: ShardedOptimizer,
+    batch: Batch,
+    target_tokens: int,
+    ranks: Ranks,
+    *,
+    lr: float,
+    grad_clip: float,
+    step: int,
+    fault: FaultFlag,
+    while_reducing: Callable[[], None] = lambda: None,
+) -> StepResult:
+    """Forward, backward, global norm, clip, update. The host never waits for the device here.
+
+    Args:
+        batch: this dp rank's micro-batches.
+        target_tokens: targets of the whole step, over all ranks and micro-batches.
+        grad_clip: largest global norm; 0 turns clipping off.
+        while_reducing: called after the backward is queued, to use the time.
+    """
+    share = forward_backward(model, batch, target_tokens, ranks)
+    while_reducing()
+    local = optimizer.local_sums(share)
+    sums = local.clone()
+    if ranks.tp_rank != 0:
+        # All tp ranks of a dp rank hold the same loss; one of them counts.
+        sums[1] = 0
+    dist.all_reduce(sums)
+    norm = sums[0].sqrt()
+    skip = fault.record(step, sums, local)
+    if grad_clip:
+        optimizer.clip(norm, grad_clip)
+    optimizer.step(lr, skip)
+    optimizer.zero_grad()
+    return StepResult(loss=sums[1], grad_norm=norm)
+
+
+@torch.no_grad()
+def evaluate(
+    model: nn.Module, data: TokenData, config: Config, layout: Layout, ranks: Ranks
+) -> dict:
+    """Mean loss per token over the held-out sequences, each counted once; same on every layout.
+
+    Returns:
+        ``eval_loss`` in nats per token and ``eval_tokens``, the number of targets.
+    """
+    total = torch.zeros(2, dtype=torch.float64, device=ranks.device)
+    batches = eval_batches(
+        data.eval,
+        global_batch_size=config.step.global_batch_size,
+        dp_rank=ranks.dp_rank,
+        dp=layout.dp,
+        batch_size=layout.batch_size,
+        max_batches=config.data.eval_batches,
+    )
+    for inputs, targets in batches:
+        inputs, targets = inputs.to(ranks.device), targets.to(ranks.device)
+        total[0] += batch_loss(model, inputs, targets, ranks)
+        total[1] += (targets != IGNORE_INDEX).sum()
+    reshard(model)
+    if ranks.tp_rank != 0:
+        total.zero_()
+    dist.all_reduce(total)
+    loss, tokens = total.tolist()
+    return {"eval_loss": loss / max(tokens, 1), "eval_tokens": int(tokens)}
+
+
+class AgreedBatches:
+    """This rank's batches, each with what all ranks agreed about it.
+
+    Each step all ranks sum one small CPU vector (target tokens, stop requested) on the control
+    group. It is started as soon as the batch is at hand, a step before it is needed.
+    """
+
+    def __init__(
+        self,
+        data: TokenData,
+        first_step: int,
+        config: Config,
+        layout: Layout,
+        ranks: Ranks,
+        stop_requested: Callable[[], bool],
+    ):
+        def make(step: int) -> Batch:
+            return train_batch(
+                data.train,
+                step,
+                global_batch_size=config.step.global_batch_size,
+                seed=config.step.seed,
+                dp_rank=ranks.dp_rank,
+                dp=layout.dp,
+                batch_size=layout.batch_size,
+            )
+
+        self._batches = prefetch(make, first_step, config.step.steps)
+        self._ranks, self._stop_requested = ranks, stop_requested
+        self._upcoming, self._waited = None, 0.0
+        self.fetch()
+
+    def fetch(self) -> None:
+        """Take the next batch, if there is one, and start agreeing on it."""
+        started = time.perf_counter()
+        batch = next(self._batches, None)
+        self._waited += time.perf_counter() - started
+        if batch is None:
+            return
+        # All tp ranks of a dp rank have the same batch; one of them counts.
+        targets = sum(int((t != IGNORE_INDEX).sum()) for _, t in batch)
+        mine = targets if self._ranks.tp_rank == 0 else 0
+        vector = torch.tensor([mine, int(self._stop_requested())])
+        work = dist.all_reduce(vector, group=self._ranks.control, async_op=True)
+        device = self._ranks.device
+        moved = [tuple(x.to(device, non_blocking=True) for x in pair) for pair in batch]
+        self._upcoming = moved, vector, work
+
+    def take(self) -> tuple[Batch, int, bool]:
+        """The fetched batch, its global number of target tokens, and whether to stop before it."""
+        batch, vector, work = self._upcoming
+        work.wait()
+        targets, stop = vector.tolist()
+        return batch, targets, stop > 0
+
+    def waited(self) -> float:
+        """Seconds waited for data since the last call."""
+        seconds, self._waited = self._waited, 0.0
+        return seconds
+
+
+def train(
+    model: nn.Module,
+    optimizer: ShardedOptimizer,
+    data: TokenData,
+    progress: Progress,
+    config: Config,
+    layout: Layout,
+    ranks: Ranks,
+    *,
+    meter: Meter,
+    reporter: Reporter | None,
+    save: Callable[[], object],
+    stop_requested: Callable[[], bool],
+) -> str:
+    """Train from ``progress`` to ``config.step.steps``, and save at the end.
+
+    Args:
+        meter: times the steps.
+        reporter: receives the metrics; None on all ranks but the first.
+        save: writes a checkpoint, collectively.
+        stop_requested: whether this rank was asked to stop; all ranks stop at the same step.
+
+    Returns:
+        "finished", or "stopped" where a rank was asked to.
+
+    Raises:
+        NonFiniteError: at the next logged step or save, on all ranks; nothing is saved then.
+    """
+    last, run = config.step.steps, config.run
+    decay_steps = config.optimizer.lr_decay_steps or last
+    tokens_per_step = config.step.global_batch_size * config.step.seq_len
+    batches = AgreedBatches(data, progress.step, config, layout, ranks, stop_requested)
+    fault, outcome = FaultFlag(ranks.device), "finished"
+    meter.restart()
+    for step in range(progress.step + 1, last + 1):
+        batch, target_tokens, stop = batches.take()
+        if stop:
+            outcome = "stopped"
+            break
+        lr, result = lr_at(config.optimizer, decay_steps, step), None
+        if target_tokens:
+            result = optimizer_step(
+                model, optimizer, batch, target_tokens, ranks,
+                lr=lr, grad_clip=config.optimizer.grad_clip, step=step, fault=fault,
+                while_reducing=batches.fetch,
+            )  # fmt: skip
+        else:
+            # All ranks know it from the agreed count, so no collective is left waiting.
+            batches.fetch()
+            progress.skipped_steps += 1
+        progress.step = step
+        progress.tokens += tokens_per_step
+        meter.add(tokens_per_step)
+
+        if step == 1 or step % run.log_every == 0 or step == last:
+            loss, norm, faulty_step = _read(result, fault)
+            record = meter.record(
+                step=step,
+                loss=loss,
+                grad_norm=norm,
+                lr=lr,
+                tokens=progress.tokens,
+                skipped_steps=progress.skipped_steps,
+                data_seconds=batches.waited(),
+                peak_memory_bytes=_max_over_ranks(meter.peak_bytes(), ranks),
+            )
+            if reporter:
+                reporter.log(record)
+            fault.check(ranks, faulty_step)
+            meter.restart()
+        if _due(step, config.data.eval_every) and len(data.eval):
+            with meter.pause():
+                found = evaluate(model, data, config, layout, ranks)
+                if reporter:
+                    reporter.log_eval({"step": step, **found})
+        if _due(step, run.checkpoint_every) and step < last:
+            with meter.pause():
+                fault.check(ranks)
+                save()
+    fault.check(ranks)
+    save()
+    return outcome
+
+
+def _due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0
+
+
+def _read(result: StepResult | None, fault: FaultFlag) -> tuple[float | None, float | None, int]:
+    """Loss, gradient norm and first faulty step: the one host sync of a logged step."""
+    if result is None:
+        return None, None, int(fault.step)
+    loss, norm, step = torch.stack((result.loss, result.grad_norm, fault.step)).tolist()
+    return loss, norm, int(step)
+
+
+def _max_over_ranks(value: int | None, ranks: Ranks) -> int | None:
+    vector = torch.tensor([-1 if value is None else value])
+    dist.all_reduce(vector, dist.ReduceOp.MAX, group=ranks.control)
+    return None if vector.item() < 0 else int(vector)

@@ -1,0 +1,142 @@
+"""Weight updates: the optimizer, the learning rate, the global gradient norm and clipping."""
+
+import math
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from training.config import OptimizerSection
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+class ShardedOptimizer:
+    """Fused AdamW (Loshchilov and Hutter 2019) or plain SGD on this rank's shards.
+
+    Both are elementwise, so the update needs no communication, and torch.optim sees plain tensors
+    that share memory with the shards: DTensor dispatch over thousands of tensors would cost host
+    time in each step, and not every fused kernel knows DTensors. Weight decay acts on matrices
+    only. The state exists from the start, since a checkpoint is loaded into it in place.
+    """
+
+    def __init__(self, model: nn.Module, config: OptimizerSection):
+        self.names, self.parameters = zip(*model.named_parameters(), strict=True)
+        self.shards = [nn.Parameter(_local(p.detach())) for p in self.parameters]
+        matrices = [s for s in self.shards if s.ndim > 1]
+        vectors = [s for s in self.shards if s.ndim == 1]
+        groups = [
+            {"params": matrices, "weight_decay": config.weight_decay},
+            {"params": vectors, "weight_decay": 0.0},
+        ]
+        if config.optimizer == "sgd":
+            self._inner = torch.optim.SGD(groups, lr=config.lr, fused=True)
+            return
+        self._inner = torch.optim.AdamW(
+            groups, lr=config.lr, betas=(config.beta1, config.beta2), fused=True
+        )
+        for shard in self.shards:
+            self._inner.state[shard] = {
+                "step": torch.zeros((), dtype=torch.float32, device=shard.device),
+                "exp_avg": torch.zeros_like(shard, requires_grad=False),
+                "exp_avg_sq": torch.zeros_like(shard, requires_grad=False),
+            }
+
+    def grads(self) -> list[Tensor]:
+        """This rank's gradients, in the order of the parameters."""
+        return [_local(p.grad) for p in self.parameters]
+
+    def zero_grad(self) -> None:
+        """Drop all gradients."""
+        for p, shard in zip(self.parameters, self.shards, strict=True):
+            p.grad = shard.grad = None
+
+    @torch.no_grad()
+    def local_sums(self, loss: Tensor) -> Tensor:
+        """This rank's part of the squared global gradient norm, and its loss, for one all-reduce.
+
+        Each parameter counts once over all ranks, however often it is replicated. Norms of single
+        tensors are in the gradient's dtype (float32 or float64), everything above in float64.
+
+        Returns:
+            float64 [2].
+        """
+        counted = [
+            grad for p, grad in zip(self.parameters, self.grads(), strict=True) if _counts_here(p)
+        ]
+        squares = loss.new_zeros((), dtype=torch.float64)
+        if counted:
+            squares = torch.stack(torch._foreach_norm(counted)).double().square().sum()
+        return torch.stack((squares, loss.double()))
+
+    @torch.no_grad()
+    def clip(self, norm: Tensor, max_norm: float) -> None:
+        """Scale all gradients so that their global ``norm`` is at most ``max_norm``."""
+        scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        grads = self.grads()
+        torch._foreach_mul_(grads, scale.to(grads[0].dtype))
+
+    def step(self, lr: float, skip: Tensor) -> None:
+        """Update the weights, or change nothing where ``skip`` is 1: decided on the device.
+
+        Args:
+            skip: float32 scalar, 0 or 1. The fused kernels know it as ``found_inf``.
+        """
+        for shard, grad in zip(self.shards, self.grads(), strict=True):
+            shard.grad = grad
+        for group in self._inner.param_groups:
+            group["lr"] = lr
+        self._inner.found_inf = skip
+        self._inner.step()
+
+    def named_state(self) -> dict[str, Tensor]:
+        """The optimizer's tensors by ``<parameter name>.<state name>``: live, laid out as the
+        parameters, so that a checkpoint can be resharded."""
+        found = {}
+        for name, p, shard in zip(self.names, self.parameters, self.shards, strict=True):
+            for key, value in self._inner.state.get(shard, {}).items():
+                if isinstance(p, DTensor) and value.ndim == p.ndim:
+                    value = DTensor.from_local(
+                        value,
+                        p.device_mesh,
+                        p.placements,
+                        run_check=False,
+                        shape=p.shape,
+                        stride=p.stride(),
+                    )
+                found[f"{name}.{key}"] = value
+        return found
+
+
+def _counts_here(p: Tensor) -> bool:
+    """Whether this rank's part of a parameter counts in a sum over all ranks.
+
+    Of ranks that hold the same part, only the first in each dim of replication does.
+    """
+    if not isinstance(p, DTensor):
+        return True
+    return all(
+        at == 0
+        for at, placement in zip(p.device_mesh.get_coordinate(), p.placements, strict=True)
+        if placement.is_replicate()
+    )
+
+
+def lr_at(config: OptimizerSection, decay_steps: int, step: int) -> float:
+    """Learning rate of optimizer step ``step`` (1-based), a pure function of the step.
+
+    Linear warm-up to the peak at step ``warmup_steps``, then the schedule's shape down to
+    ``min_lr_ratio`` times the peak at ``decay_steps``, and that minimum ever after.
+    """
+    if step <= config.warmup_steps:
+        return config.lr * step / config.warmup_steps
+    if config.lr_schedule == "constant":
+        return config.lr
+    first = config.warmup_steps
+    if config.lr_schedule == "wsd":
+        first = max(first, decay_steps - max(1, decay_steps // 5))
+    done = min(1.0, max(0.0, (step - first) / max(1, decay_steps - first)))
+    shape = 0.5 * (1 + math.cos(math.pi * done)) if config.lr_schedule == "cosine" else 1 - done
+    return config.lr * (config.min_lr_ratio + (1 - config.min_lr_ratio) * shape)

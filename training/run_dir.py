@@ -1,0 +1,255 @@
+"""The run directory: who holds it, what was started in it, how it ended. Torch-free.
+
+Rank 0 writes everything here but the logs of other ranks, and but for one file that any rank may
+write: ``status.json``, through :meth:`RunDir.fail`. Files that are rewritten are replaced
+whole, so that a reader, or a kill at any instant, finds the old text or the new one.
+"""
+
+import contextlib
+import errno
+import fcntl
+import json
+import logging
+import os
+import re
+import secrets
+import socket
+import string
+import time
+from pathlib import Path
+from typing import Literal
+
+from training.config import ConfigError
+
+State = Literal["running", "finished", "stopped", "failed"]
+LOGGER = "parallel_recipes"
+_ID_LETTERS = string.ascii_lowercase + string.digits
+
+
+def write_atomic(path: Path, text: str) -> None:
+    """Replace a file by ``text`` (UTF-8); on disk when this returns, never old and new mixed.
+
+    Raises:
+        OSError: if the directory is not writable or full; the old file is then untouched.
+    """
+    # The name differs by process: two ranks that write at once must not share a temporary file.
+    temporary = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}.tmp")
+    try:
+        with temporary.open("w", encoding="utf-8", newline="") as f:
+            f.write(text)
+            f.flush()
+            os.fsync(f.fileno())
+        os.replace(temporary, path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
+    # Some network file systems refuse to sync a directory; the rename itself has happened.
+    with contextlib.suppress(OSError):
+        directory = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(directory)
+        finally:
+            os.close(directory)
+
+
+def read_checkpoint_state(checkpoint: Path) -> dict:
+    """The JSON state of a checkpoint: progress, world size, mesh and identity."""
+    return json.loads((checkpoint / "state.json").read_text(encoding="utf-8"))
+
+
+def complete_checkpoints(folder: Path) -> list[Path]:
+    """The complete checkpoints in a folder, oldest first; anything of another name is ignored."""
+    named = [path for path in folder.glob("step-*") if re.fullmatch(r"step-\d{8}", path.name)]
+    return sorted(path for path in named if (path / "state.json").is_file())
+
+
+def _read_object(path: Path) -> dict | None:
+    """The JSON object in a file; None if there is no file, or no object in it."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def _kept(line: bytes, step: int) -> bool:
+    """Whether a line of metrics is whole and no later than ``step``."""
+    try:
+        return json.loads(line)["step"] <= step
+    except (ValueError, KeyError, TypeError):
+        return False
+
+
+class RunDir:
+    """Paths and records of one run; making the object touches nothing on disk."""
+
+    def __init__(self, path: Path):
+        self.path = Path(path)
+        self.config_toml = self.path / "config.toml"
+        self.run_json = self.path / "run.json"
+        self.status_json = self.path / "status.json"
+        self.metrics_jsonl = self.path / "metrics.jsonl"
+        self.eval_jsonl = self.path / "eval.jsonl"
+        self.checkpoints = self.path / "checkpoints"
+        self._failed_marker = self.path / ".failed"
+        self._lock_fd: int | None = None
+
+    def log_file(self, rank: int) -> Path:
+        """The log of one global rank."""
+        return self.path / "logs" / f"rank-{rank:05d}.log"
+
+    def lock(self) -> None:
+        """Begin a start: create the directory and hold it for as long as this process lives.
+
+        Only global rank 0 calls this, before any rank can call :meth:`fail`. The kernel releases
+        the lock when the process ends, in whatever way.
+
+        Raises:
+            ConfigError: in one line, if another job holds the directory or it is not writable.
+        """
+        if self._lock_fd is not None:
+            return
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            if not os.access(self.path, os.W_OK | os.X_OK):
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+            fd = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT, 0o666)
+        except OSError as error:
+            raise ConfigError(
+                f"--run-dir {self.path} is not writable ({error.strerror}): name another directory"
+            ) from None
+        try:
+            self._take(fd)
+        except BaseException:
+            os.close(fd)
+            raise
+        self._lock_fd = fd
+        # A forked child shares the lock and would keep it after a kill of this process.
+        os.register_at_fork(after_in_child=self.unlock)
+        self._failed_marker.unlink(missing_ok=True)
+
+    def _take(self, fd: int) -> None:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
+                # Some cluster file systems are mounted without locks; the run is possible there.
+                logging.getLogger(LOGGER).warning(
+                    "%s cannot be locked (%s): start only one job in it", self.path, error.strerror
+                )
+                return
+            holder = os.pread(fd, 1000, 0).decode(errors="replace").split()
+            who = f"process {holder[1]} on {holder[0]}" if len(holder) == 2 else "another process"
+            raise ConfigError(
+                f"--run-dir {self.path} is held by {who}: wait for it, end it, "
+                "or name another directory"
+            ) from None
+        os.ftruncate(fd, 0)
+        os.pwrite(fd, f"{socket.gethostname()} {os.getpid()}\n".encode(), 0)
+
+    def unlock(self) -> None:
+        """Let go of the directory before the process ends."""
+        if self._lock_fd is not None:
+            # Closing, not LOCK_UN: in a forked child the parent's lock must stay.
+            os.close(self._lock_fd)
+            self._lock_fd = None
+
+    def _read_run(self) -> dict:
+        """run.json, or a new one; a corrupt one is put aside, since no training depends on it."""
+        run = _read_object(self.run_json)
+        if run is not None and isinstance(run.get("starts"), list):
+            return run
+        if self.run_json.exists():
+            os.replace(self.run_json, self.run_json.with_name("run.json.corrupt"))
+        return {"wandb_id": None, "wandb_path": None, "starts": []}
+
+    def newest_checkpoint(self) -> Path | None:
+        """The newest complete checkpoint, or None."""
+        return next(reversed(complete_checkpoints(self.checkpoints)), None)
+
+    def record_start(self, record: dict) -> None:
+        """Append the record of this start to run.json (rank 0)."""
+        run = self._read_run()
+        run["starts"].append(record)
+        write_atomic(self.run_json, json.dumps(run, indent=1) + "\n")
+
+    def wandb_id(self) -> str:
+        """The id of this run on wandb: the same after a resume, a new one in a copied directory."""
+        run = self._read_run()
+        here = str(self.path.resolve())
+        if not run.get("wandb_id") or run.get("wandb_path") != here:
+            run["wandb_id"] = "".join(secrets.choice(_ID_LETTERS) for _ in range(10))
+            run["wandb_path"] = here
+            write_atomic(self.run_json, json.dumps(run, indent=1) + "\n")
+        return run["wandb_id"]
+
+    def write_status(self, state: State, **fields) -> None:
+        """Say how this start stands (rank 0); a failure that a rank has reported stays.
+
+        ``time`` is in unix seconds; ``host`` and ``pid`` are those of the writer.
+        """
+        if not self._failed_marker.exists():
+            self._write_status(state, fields)
+
+    def _write_status(self, state: State, fields: dict) -> None:
+        status = {
+            "state": state,
+            "time": time.time(),
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            **fields,
+        }
+        write_atomic(self.status_json, json.dumps(status, indent=1) + "\n")
+
+    def fail(self, rank: int, step: int | None, error: str) -> bool:
+        """Report a failure from any rank. The first one of a start wins: the others follow from it.
+
+        Never raises, so that it cannot hide the failure that it reports.
+
+        Returns:
+            Whether this report is the one in status.json.
+        """
+        try:
+            os.close(os.open(self._failed_marker, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))
+            self._write_status("failed", {"rank": rank, "step": step, "error": error})
+        except FileExistsError:
+            return False
+        except OSError as fault:
+            logging.getLogger(LOGGER).error("cannot write %s: %s", self.status_json, fault)
+            return False
+        return True
+
+    def read_status(self) -> dict | None:
+        """The last status; None if there is none that can be read."""
+        return _read_object(self.status_json)
+
+    def cut_metrics(self, step: int) -> None:
+        """Drop what was logged after ``step``, and torn lines; the bytes of the others stay.
+
+        Rank 0 calls this on a resume: the steps after the checkpoint are about to be done again.
+        """
+        for path in (self.metrics_jsonl, self.eval_jsonl):
+            if not path.exists():
+                continue
+            old = path.read_bytes()
+            # A kill can come between an object and its newline: then the line is whole, but open.
+            lines = [line for line in old.split(b"\n") if _kept(line, step)]
+            new = b"".join(line + b"\n" for line in lines)
+            if new != old:
+                write_atomic(path, new.decode("utf-8"))
+
+
+def rank_logger(run_dir: RunDir, rank: int) -> logging.Logger:
+    """The logger of this process. It writes to its rank's own file, so that ranks never mix."""
+    logger = logging.getLogger(LOGGER)
+    for handler in logger.handlers[:]:
+        logger.removeHandler(handler)
+        handler.close()
+    file = run_dir.log_file(rank)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    handler = logging.FileHandler(file, encoding="utf-8")
+    handler.setFormatter(logging.Formatter(f"%(asctime)s rank={rank} %(levelname)s %(message)s"))
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
+    return logger

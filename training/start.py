@@ -1,0 +1,291 @@
+"""What happens once between the first process group and the first step, and after the last."""
+
+import contextlib
+import json
+import os
+import platform
+import socket
+import statistics
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from models.llama import Llama
+from parallel import parallelize
+from parallel.layout import Launch, Layout, LayoutError, check_tensor_parallel
+from parallel.mesh import Ranks, make_mesh
+from parallel.plan import collectives, format_plan, parameter_rows
+from training.checkpoint import Progress, remove_partial
+from training.checks import identity, refuse
+from training.config import Config, ConfigError, to_toml
+from training.data import TokenData, open_tokens
+from training.loop import NonFiniteError
+from training.reporter import Reporter
+from training.run_dir import RunDir, rank_logger, read_checkpoint_state, write_atomic
+from training.tokens import Tokenizer, load_tokenizer, prepare_tokens
+
+
+@contextlib.contextmanager
+def refusing(launch: Launch) -> Iterator[None]:
+    """Turn bad input that is found in this block into one line and exit code 2."""
+    try:
+        yield
+    except (ConfigError, LayoutError) as error:
+        refuse(str(error), launch)
+
+
+def resolve_vocabulary(config: Config, layout: Layout, tokenizer: Tokenizer) -> None:
+    """Set an unset vocabulary to the tokenizer's, and check that every token has a row.
+
+    Raises:
+        ConfigError, LayoutError: if the vocabulary is too small, or cannot be cut over tp.
+    """
+    model = config.model
+    if model.vocab_size is None:
+        model.vocab_size = tokenizer.vocab_size
+    if model.vocab_size < tokenizer.vocab_size:
+        raise ConfigError(
+            f"--vocab-size {model.vocab_size} has no row for token {tokenizer.vocab_size - 1} of "
+            f"--tokenizer {tokenizer.name}: use --vocab-size {tokenizer.vocab_size} or more"
+        )
+    check_tensor_parallel(model, layout.tp, config.step.seq_len, sequence_parallel=False)
+
+
+def from_leader(ranks: Ranks, key: str, leader: int, make: Callable[[], dict]) -> dict:
+    """Run ``make`` on rank ``leader`` and give its JSON-able result to the ranks that ask.
+
+    The others poll the store: unlike a collective this has no timeout, so that tokenising may
+    take hours.
+
+    Raises:
+        ConfigError: on every rank that asks, if ``make`` raises it.
+    """
+    key = f"{key}/{leader}"
+    if ranks.rank == leader:
+        try:
+            result = make()
+        except ConfigError as error:
+            ranks.store.set(key, json.dumps({"error": str(error)}))
+            raise
+        ranks.store.set(key, json.dumps(result))
+        return result
+    while not ranks.store.check([key]):
+        time.sleep(0.1)
+    result = json.loads(ranks.store.get(key))
+    if "error" in result:
+        raise ConfigError(result["error"])
+    return result
+
+
+def open_run(config: Config, layout: Layout, ranks: Ranks) -> tuple[RunDir, Path | None]:
+    """Take the run directory, and the newest complete checkpoint in it, the same on all ranks.
+
+    Raises:
+        ConfigError: if another job holds the directory or it is not writable.
+    """
+    run = RunDir(config.run_dir)
+
+    def take() -> dict:
+        run.lock()
+        run.checkpoints.mkdir(exist_ok=True)
+        remove_partial(run.checkpoints)
+        checkpoint = run.newest_checkpoint()
+        if checkpoint is None:
+            write_atomic(run.config_toml, to_toml(config))
+        run.cut_metrics(read_checkpoint_state(checkpoint)["step"] if checkpoint else 0)
+        run.write_status("running")
+        run.record_start(_start_record(layout, ranks))
+        return {"checkpoint": checkpoint and checkpoint.name}
+
+    name = from_leader(ranks, "run", 0, take)["checkpoint"]
+    rank_logger(run, ranks.rank).info("started on %s as %s", socket.gethostname(), ranks.device)
+    return run, name and run.checkpoints / name
+
+
+def _start_record(layout: Layout, ranks: Ranks) -> dict:
+    git = subprocess.run(
+        ["git", "-C", Path(__file__).parent, "rev-parse", "HEAD"], capture_output=True, text=True
+    )
+    return {
+        "time": time.time(),
+        "layout": layout.name,
+        "world_size": layout.world_size,
+        "device": torch.cuda.get_device_name() if ranks.device.type == "cuda" else "cpu",
+        "host": socket.gethostname(),
+        "python": platform.python_version(),
+        "versions": {
+            name: version(name) for name in ("torch", "numpy", "datasets", "transformers")
+        },
+        "git_commit": git.stdout.strip() or None,
+        "command": sys.argv,
+    }
+
+
+def open_data(
+    config: Config, tokenizer: Tokenizer, ranks: Ranks, say: Callable[[str], None]
+) -> TokenData:
+    """Tokenise once per node, or find it done, and map the tokens.
+
+    Raises:
+        ConfigError: for bad records, or if the nodes hold different text.
+    """
+
+    def prepare() -> dict:
+        folder = prepare_tokens(config.data, tokenizer, log=say)
+        data = open_tokens(folder, config.step.seq_len)
+        return {"folder": str(folder), "content": data.content_key}
+
+    leader = ranks.rank - ranks.launch.local_rank
+    mine = from_leader(ranks, "data", leader, prepare)
+    first = from_leader(ranks, "data", 0, prepare) if leader else mine
+    if mine["content"] != first["content"]:
+        raise ConfigError(
+            f"--dataset {config.data.dataset} holds other text here than on the node of rank 0: "
+            "use the same files (and Python version, for stdlib) on all nodes"
+        )
+    return open_tokens(Path(mine["folder"]), config.step.seq_len)
+
+
+def run_identity(config: Config, data: TokenData) -> dict:
+    """What a checkpoint records for :func:`training.checks.check_resume` and :func:`resume`."""
+    return identity(config) | {"data": data.content_key}
+
+
+def check_data(config: Config, data: TokenData, checkpoint: Path | None) -> None:
+    """Check that the text is that of the checkpoint.
+
+    Raises:
+        ConfigError: if it is not.
+    """
+    if checkpoint and read_checkpoint_state(checkpoint)["identity"]["data"] != data.content_key:
+        raise ConfigError(
+            f"--dataset {config.data.dataset} holds other text than {checkpoint} was trained on: "
+            "use the same data, or another --run-dir"
+        )
+
+
+def parameter_dtype(config: Config) -> torch.dtype:
+    """Stored dtype of parameters and moments: float32 also under a bfloat16 compute dtype."""
+    return torch.promote_types(getattr(torch, config.step.dtype), torch.float32)
+
+
+def parallel_options(config: Config, ranks: Ranks) -> dict:
+    """Keyword arguments of :func:`parallel.parallelize`; resolves ``--sequence-parallel auto``."""
+    tp, setting = ranks.mesh["tp"].size(), config.layout.sequence_parallel
+    auto = ranks.device.type == "cuda" and config.step.seq_len % tp == 0
+    return {
+        "sequence_parallel": tp > 1 and (setting == "on" or (setting == "auto" and auto)),
+        "zero": config.layout.zero,
+        "dtype": getattr(torch, config.step.dtype),
+    }
+
+
+def print_plan(config: Config, layout: Layout, launch: Launch) -> None:
+    """Print what rank 0 would hold and send under ``layout``. One process stands for all ranks."""
+    if launch.rank != 0:
+        return
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    with refusing(launch):
+        if config.model.vocab_size is None:
+            resolve_vocabulary(config, layout, load_tokenizer(config.data.tokenizer))
+    dist.init_process_group("fake", rank=0, world_size=layout.world_size, store=FakeStore())
+    ranks = Ranks(launch, torch.device("cpu"), make_mesh("cpu", layout), None, None)
+    options = parallel_options(config, ranks)
+    with torch.device("meta"):
+        model = Llama(config.model).to(parameter_dtype(config))
+    parallelize(model, ranks.mesh, **options)
+    sent = collectives(config.model, layout, seq_len=config.step.seq_len, **options)
+    print(format_plan(parameter_rows(model), sent, config.model, layout))
+    dist.destroy_process_group()
+
+
+def describe(config: Config, layout: Layout, ranks: Ranks, checkpoint: Path | None) -> list[str]:
+    """What a person wants to see before the first step, a line each."""
+    step, model, options = config.step, config.model, parallel_options(config, ranks)
+    cuda = ranks.device.type == "cuda"
+    device = f"{torch.cuda.get_device_name()}, nccl" if cuda else "CPU, gloo"
+    lines = [
+        f"layout {layout.name}: dp {layout.dp} x tp {layout.tp} on {layout.world_size} processes "
+        f"({device}), ZeRO-{config.layout.zero}, "
+        f"sequence parallel {'on' if options['sequence_parallel'] else 'off'}",
+        f"model {model.num_parameters:,} parameters, vocabulary {model.vocab_size}, {step.dtype}",
+        f"batch {step.global_batch_size} sequences of {step.seq_len} tokens a step = "
+        f"dp {layout.dp} x {layout.micro_batches} micro-batches x {layout.batch_size} sequences",
+    ]
+    return lines + ([f"resumed from {checkpoint}"] if checkpoint else [])
+
+
+@contextlib.contextmanager
+def reporting(
+    run: RunDir,
+    config: Config,
+    layout: Layout,
+    ranks: Ranks,
+    checkpoint: Path | None,
+    progress: Progress,
+) -> Iterator[Reporter | None]:
+    """The reporter of this run on rank 0, None on the others; and what is said if the run fails.
+
+    If the block raises, the process ends with exit code 1. Every rank's log has its own traceback.
+    The rank that fails first writes ``status.json`` and is the one that speaks on stderr, since
+    the others mostly fail of its absence.
+    """
+    reporter = None
+    try:
+        if ranks.rank == 0:
+            first = read_checkpoint_state(checkpoint)["step"] if checkpoint else 0
+            reporter = Reporter(
+                run,
+                config.run,
+                config_dump=config.model_dump(mode="json") | {"layout_name": layout.name},
+                first_step=first,
+                steps=config.step.steps,
+            )
+            for line in describe(config, layout, ranks, checkpoint):
+                reporter.message(line)
+        yield reporter
+    except Exception as error:
+        _fail(error, run, ranks, progress)
+        if reporter:
+            reporter.close(exit_code=1)
+        sys.stdout.flush()
+        # Not sys.exit: a process group whose peers are gone may never come down.
+        os._exit(1)
+
+
+def _fail(error: Exception, run: RunDir, ranks: Ranks, progress: Progress) -> None:
+    known = isinstance(error, NonFiniteError)
+    step = error.step if known else progress.step + 1
+    rank = error.ranks[0] if known else ranks.rank
+    rank_logger(run, ranks.rank).exception("failed in step %d", step)
+    if run.fail(rank, step, str(error) if known else f"{type(error).__name__}: {error}"):
+        detail = f"{error}\n" if known else traceback.format_exc()
+        print(f"train_llm.py: error on rank {rank}: {detail}", end="", file=sys.stderr, flush=True)
+
+
+def finish(outcome: str, run: RunDir, progress: Progress, ranks: Ranks, reporter: Reporter | None):
+    """Write the final status, say where everything is, and take the process group down."""
+    if reporter:
+        run.write_status(outcome, step=progress.step)
+        reporter.close()
+        rows = [json.loads(line) for line in run.metrics_jsonl.read_text("utf-8").splitlines()]
+        if rows:
+            speed = statistics.median(row["tokens_per_s"] for row in rows)
+            memory = max(row["peak_memory_bytes"] or 0 for row in rows) / 2**20
+            loss = rows[-1]["loss"]
+            print(
+                f"{outcome} at step {progress.step}: loss {'none' if loss is None else f'{loss:.4f}'}, "
+                f"median {speed:,.0f} tokens/s, peak memory {memory:,.0f} MiB per rank"
+            )
+        print(f"run directory: {run.path}", flush=True)
+    rank_logger(run, ranks.rank).info("%s at step %d", outcome, progress.step)
+    dist.barrier(ranks.control)
+    dist.destroy_process_group()
