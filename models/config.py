@@ -116,7 +116,8 @@ def read_hf_config(path: str | Path) -> dict:
         raise ValueError(
             f"--model-config {file}: model_type is {found!r}; only 'llama' is supported"
         )
-    for key, wanted in {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False}.items():
+    only = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
+    for key, wanted in (only | {"partial_rotary_factor": 1.0}).items():
         if raw.get(key, wanted) != wanted:
             raise ValueError(
                 f"--model-config {file}: {key} is {raw[key]!r}; only {wanted!r} is supported"
@@ -134,13 +135,18 @@ def read_hf_config(path: str | Path) -> dict:
 
     known = {key: raw[key] for key in LlamaConfig.model_fields if raw.get(key) is not None}
     known.pop("rope_scaling", None)
-    rope = dict(raw.get("rope_parameters") or raw.get("rope_scaling") or {})
+    key = "rope_parameters" if raw.get("rope_parameters") else "rope_scaling"
+    if not isinstance(raw.get(key) or {}, dict):
+        raise ValueError(f"--model-config {file}: {key} must be an object, not {raw[key]!r}")
+    rope = dict(raw.get(key) or {})
     known["rope_theta"] = rope.pop("rope_theta", raw.get("rope_theta", 10000.0))
     # Absent fields mean transformers' defaults, which are not all this project's.
     known.setdefault("rms_norm_eps", 1e-6)
     known.setdefault("tie_word_embeddings", False)
     rope_type = rope.pop("rope_type", rope.pop("type", "default"))
     rope.pop("type", None)
+    if rope.pop("partial_rotary_factor", 1.0) != 1.0:
+        raise ValueError(f"--model-config {file}: only partial_rotary_factor 1.0 is supported")
     if rope_type == "llama3":
         known["rope_scaling"] = {"rope_type": rope_type, **rope}
     elif rope_type != "default":

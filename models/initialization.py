@@ -30,17 +30,19 @@ def initial_std(name: str, hidden_size: int, num_hidden_layers: int) -> float:
     return std
 
 
-def _chunks(seed: int, name: str, shape: tuple[int, int], first: int, last: int):
-    """Rows [first, last) of a standard normal matrix ``shape``, as (first row, float32 block)."""
+def _chunks(seed: int, name: str, shape: tuple[int, int], first: int, last: int, std: float):
+    """Rows [first, last) of a normal matrix ``shape``, as (first row, float32 block to copy)."""
     rows, columns = shape
     per_chunk = max(1, CHUNK_ELEMENTS // columns)
     key = int.from_bytes(hashlib.sha256(f"{seed}:{name}".encode()).digest()[:8], "little")
+    buffer = np.empty((min(per_chunk, rows), columns), np.float32)
     for chunk in range(first // per_chunk, -(-last // per_chunk)):
         start = chunk * per_chunk
-        count = min(per_chunk, rows - start)
+        block = buffer[: min(per_chunk, rows - start)]
         stream = np.random.Generator(np.random.Philox(key=[key, chunk]))
-        block = stream.standard_normal((count, columns), dtype=np.float32)
-        low, high = max(first, start), min(last, start + count)
+        stream.standard_normal(dtype=np.float32, out=block)
+        block *= np.float32(std)
+        low, high = max(first, start), min(last, start + per_chunk)
         yield low, block[low - start : high - start]
 
 
@@ -70,6 +72,6 @@ def init_weights(model: Llama, seed: int) -> None:
         std = initial_std(name, config.hidden_size, config.num_hidden_layers)
         columns = slice(offset[1], offset[1] + local.shape[1])
         last = offset[0] + local.shape[0]
-        for row, block in _chunks(seed, name, tuple(parameter.shape), offset[0], last):
-            values = torch.from_numpy(np.ascontiguousarray(block[:, columns]) * np.float32(std))
-            local[row - offset[0] : row - offset[0] + len(block)].copy_(values)
+        for row, block in _chunks(seed, name, parameter.shape, offset[0], last, std):
+            target = local[row - offset[0] : row - offset[0] + len(block)]
+            target.copy_(torch.from_numpy(block[:, columns]))

@@ -32,7 +32,7 @@ def read_launch(environ=os.environ) -> Launch:
             "LOCAL_RANK": environ.get("RANK"),
             "LOCAL_WORLD_SIZE": environ.get("WORLD_SIZE"),
         }
-    elif int(environ.get("SLURM_STEP_NUM_TASKS", "1")) > 1:
+    elif environ.get("SLURM_STEP_NUM_TASKS", "1") != "1":
         names = (
             "SLURM_PROCID",
             "SLURM_STEP_NUM_TASKS",
@@ -53,6 +53,17 @@ def read_launch(environ=os.environ) -> Launch:
         ) from None
     if not 0 <= launch.rank < launch.world_size:
         raise LayoutError(f"{names[0]}={launch.rank} is outside {names[1]}={launch.world_size}")
+    # SLURM's tasks per node differ between nodes, and only the first node's are known here.
+    if names[0] == "RANK":
+        local, local_world = launch.local_rank, launch.local_world_size
+        if not 0 <= local < local_world <= launch.world_size:
+            raise LayoutError(
+                f"LOCAL_RANK={local}, LOCAL_WORLD_SIZE={local_world} and "
+                f"WORLD_SIZE={launch.world_size} contradict each other: start with torchrun or srun"
+            )
+        absent = [n for n in ("MASTER_ADDR", "MASTER_PORT") if not environ.get(n)]
+        if launch.world_size > 1 and absent:
+            raise LayoutError(f"{' and '.join(absent)} not set: start with torchrun or srun")
     return launch
 
 

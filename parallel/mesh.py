@@ -5,6 +5,7 @@ import os
 import socket
 import subprocess
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 import torch.distributed as dist
@@ -36,19 +37,26 @@ class Ranks:
         return self.launch.rank
 
     @property
+    def tp(self) -> int:
+        """Size of the tp dim."""
+        return self.mesh.shape[-1]
+
+    # Cached, because slicing a mesh builds a new one each time.
+
+    @cached_property
     def dp_rank(self) -> int:
         """Coordinate in the dp dim: which part of the global batch this rank reads."""
         return self.mesh.get_local_rank("dp")
 
-    @property
+    @cached_property
     def tp_rank(self) -> int:
         """Coordinate in the tp dim."""
         return self.mesh.get_local_rank("tp")
 
-    @property
+    @cached_property
     def tp_group(self) -> dist.ProcessGroup | None:
         """The tensor-parallel group, or None where there is nothing to communicate."""
-        return self.mesh.get_group("tp") if self.mesh["tp"].size() > 1 else None
+        return self.mesh.get_group("tp") if self.tp > 1 else None
 
 
 def _slurm_address() -> None:

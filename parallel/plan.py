@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import torch
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Placement
 
 from models.config import LlamaConfig
 from models.llama import Llama
@@ -42,9 +43,9 @@ class Collective:
     bytes: int
 
 
-def _short(placement: object) -> str:
-    text = str(placement)
-    return text.replace("Replicate()", "R").replace("_StridedShard", "S").replace("Shard", "S")
+def _short(placement: Placement) -> str:
+    # FSDP2's _StridedShard cuts the dim that tp has cut first; for a reader it is a shard too.
+    return "R" if placement.is_replicate() else f"S({placement.dim})"
 
 
 def parameter_rows(model: Llama) -> list[ParameterRow]:
@@ -141,9 +142,10 @@ def _fsdp_units(model: LlamaConfig, tp: int, zero: int) -> list[tuple[str, int, 
 def format_plan(
     rows: list[ParameterRow], sent: list[Collective], model: LlamaConfig, layout: Layout
 ) -> str:
-    """Both tables as text. Parameters of the blocks 1 to L - 1 repeat those of block 0."""
+    """Both tables as text; S(d) is a shard of dim d, R a replica."""
     lines = [f"layout {layout.name}, rank 0 of {layout.world_size}", ""]
-    table = [("parameter", "global shape", "(dp, tp)", "local shape", "bytes")]
+    dims = "dp tp" if layout.tp > 1 else "dp"
+    table = [("parameter", "global shape", dims, "local shape", "bytes")]
     table += [(r.name, r.shape, r.placements, r.local_shape, f"{r.bytes:,}") for r in rows]
     lines += _columns(table)
     total = sum(row.bytes for row in rows)

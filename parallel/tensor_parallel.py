@@ -169,7 +169,9 @@ class VocabParallelEmbedding(_Style):
     """A token embedding cut by vocabulary rows; its output is summed as it leaves."""
 
     def _apply(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
-        module.vocab_start = vocab_rows(module.num_embeddings, mesh).start
+        module.vocab_start = vocab_rows(
+            module.num_embeddings, mesh.size(), mesh.get_local_rank()
+        ).start
         self._place(module, mesh, weight=Shard(0), output=self._stream)
         self._leave(module, mesh)
         return module
@@ -188,10 +190,10 @@ class Norm(_Style):
         return module
 
 
-def vocab_rows(vocab_size: int, mesh: DeviceMesh) -> slice:
-    """Vocabulary rows of this tp rank: ``ceil(V / tp)`` each, the last ones what remains."""
-    per_rank = -(-vocab_size // mesh.size())
-    first = mesh.get_local_rank() * per_rank
+def vocab_rows(vocab_size: int, tp: int, tp_rank: int) -> slice:
+    """Vocabulary rows of a tp rank: ``ceil(V / tp)`` each, the last ones what remains."""
+    per_rank = -(-vocab_size // tp)
+    first = tp_rank * per_rank
     return slice(first, min(first + per_rank, vocab_size))
 
 

@@ -9,14 +9,27 @@ os.environ["OMP_NUM_THREADS"] = "1"
 from tests.ranks import Group
 
 
-def _group(world_size: int):
-    @pytest.fixture(scope="session", name=f"ranks{world_size}")
+def _group(name: str, world_size: int, **options):
+    @pytest.fixture(scope="session", name=name)
     def fixture():
-        group = Group(world_size)
+        group = Group(world_size, **options)
         yield group
         group.close()
 
     return fixture
 
 
-ranks1, ranks2, ranks4, ranks8 = map(_group, (1, 2, 4, 8))
+ranks1 = _group("ranks1", 1)
+ranks2 = _group("ranks2", 2)
+ranks4 = _group("ranks4", 4)
+ranks8 = _group("ranks8", 8)
+# Processes as a launcher starts them: train_llm.main() builds its own process group.
+launched1 = _group("launched1", 1, process_group=False)
+launched2 = _group("launched2", 2, process_group=False)
+launched4 = _group("launched4", 4, process_group=False)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def token_cache(tmp_path_factory):
+    """One cache of tokenised text for the session, away from the user's."""
+    os.environ["PARALLEL_RECIPES_CACHE"] = str(tmp_path_factory.mktemp("tokens"))

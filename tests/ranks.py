@@ -25,13 +25,13 @@ class RankError(AssertionError):
     """A rank failed; the message holds the rank and its traceback."""
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         return s.getsockname()[1]
 
 
-def _serve(rank: int, world_size: int, port: int, pipe, log: str) -> None:
+def _serve(rank: int, world_size: int, port: int | None, pipe, log: str) -> None:
     """Body of one rank: build the process group, then run what comes through the pipe."""
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for stream in (1, 2):
@@ -47,13 +47,14 @@ def _serve(rank: int, world_size: int, port: int, pipe, log: str) -> None:
         "LOCAL_RANK": str(rank),
         "LOCAL_WORLD_SIZE": str(world_size),
     }
-    dist.init_process_group(
-        "gloo",
-        init_method=f"tcp://127.0.0.1:{port}",
-        rank=rank,
-        world_size=world_size,
-        timeout=datetime.timedelta(seconds=60),
-    )
+    if port is not None:
+        dist.init_process_group(
+            "gloo",
+            init_method=f"tcp://127.0.0.1:{port}",
+            rank=rank,
+            world_size=world_size,
+            timeout=datetime.timedelta(seconds=60),
+        )
     while True:
         message = pipe.recv()
         if message is None:
@@ -66,14 +67,15 @@ def _serve(rank: int, world_size: int, port: int, pipe, log: str) -> None:
 
 
 class Group:
-    """N ranks in one gloo process group."""
+    """N ranks in one gloo process group, or, without one, as a launcher would start them."""
 
-    def __init__(self, world_size: int, timeout: float = 120.0):
+    def __init__(self, world_size: int, timeout: float = 120.0, process_group: bool = True):
         self.world_size, self.timeout = world_size, timeout
+        self._process_group = process_group
         self._processes: list = []
 
     def _start(self) -> None:
-        port = _free_port()
+        port = free_port() if self._process_group else None
         self._log = tempfile.NamedTemporaryFile(prefix="ranks-", suffix=".log")  # noqa: SIM115
         self._pipes = []
         for rank in range(self.world_size):

@@ -75,7 +75,7 @@ def global_batch(step: int, vocab_size: int, mask: str = "none") -> tuple[np.nda
 
 def local_batch(step: int, ranks: Ranks, micro_batches: int, vocab_size: int, mask: str) -> Batch:
     """The micro-batches of this dp rank."""
-    dp = ranks.mesh["dp"].size()
+    dp = ranks.mesh.shape[0]
     mine = slice(ranks.dp_rank * GLOBAL_BATCH // dp, (ranks.dp_rank + 1) * GLOBAL_BATCH // dp)
     parts = (np.split(x[mine], micro_batches) for x in global_batch(step, vocab_size, mask))
     return [tuple(map(torch.from_numpy, pair)) for pair in zip(*parts, strict=True)]

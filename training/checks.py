@@ -16,6 +16,7 @@ from parallel.layout import (
 )
 from training.config import Config, ConfigError, flag, parse_flags, wandb_key_configured
 from training.run_dir import RunDir, read_checkpoint_state
+from training.text import local_files
 
 
 def check(config: Config, launch: Launch) -> Layout:
@@ -52,6 +53,8 @@ def check(config: Config, launch: Launch) -> Layout:
             "--wandb online needs an API key and finds none: set WANDB_API_KEY, "
             "run 'wandb login', or use --wandb offline"
         )
+    if launch.rank == 0 and config.data.dataset not in ("stdlib", "synthetic"):
+        local_files(config.data.dataset)
     if config.run_dir.exists() and not config.run_dir.is_dir():
         raise ConfigError(f"--run-dir {config.run_dir} is a file: name a directory")
     return layout
@@ -66,6 +69,8 @@ def identity(config: Config) -> dict:
     step = config.step
     return {
         **config.model.model_dump(mode="json"),
+        "num_key_value_heads": config.model.kv_heads,
+        "head_dim": config.model.head_size,
         "seq_len": step.seq_len,
         "seed": step.seed,
         "global_batch_size": step.global_batch_size,
@@ -84,15 +89,21 @@ def check_resume(config: Config, checkpoint: Path) -> None:
     Raises:
         ConfigError: naming the first field that differs, and both values.
     """
-    saved = read_checkpoint_state(checkpoint)["identity"]
+    try:
+        saved = read_checkpoint_state(checkpoint)["identity"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(
+            f"--run-dir {config.run_dir}: {checkpoint / 'state.json'} cannot be read ({error}): "
+            "remove that checkpoint, or use another --run-dir"
+        ) from None
     if config.optimizer.lr_decay_steps is None:
-        config.optimizer.lr_decay_steps = saved["lr_decay_steps"]
+        config.optimizer.lr_decay_steps = saved.get("lr_decay_steps")
     if config.model.vocab_size is None:
-        config.model.vocab_size = saved["vocab_size"]
+        config.model.vocab_size = saved.get("vocab_size")
     for key, value in identity(config).items():
-        if value != saved[key]:
+        if value != saved.get(key):
             raise ConfigError(
-                f"{flag(key)} {value} differs from the {saved[key]} of {checkpoint}: "
+                f"{flag(key)} {value} differs from the {saved.get(key)} of {checkpoint}: "
                 "use the same value, or another --run-dir"
             )
 
@@ -105,6 +116,7 @@ def refuse(message: str, launch: Launch) -> None:
     """
     if launch.rank != 0:
         time.sleep(10)
+        message = message or "bad command line; rank 0 says more"
         message = f"rank {launch.rank} on {socket.gethostname()}: {message}"
     if launch.local_rank == 0 and message:
         print(f"train_llm.py: error: {message}", file=sys.stderr, flush=True)
@@ -118,7 +130,9 @@ def load_config(argv: list[str]) -> tuple[Config, Layout, Launch]:
 
     Bad input ends it with exit code 2, and a run that has finished with exit code 0.
     """
-    launch = Launch(0, 1, 0, 1)
+    rank = os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0"))
+    rank = int(rank) if rank.isdecimal() else 0
+    launch = Launch(rank, 1, rank, 1)
     try:
         launch = read_launch()
         config = parse_flags(argv, console=launch.rank == 0)
@@ -141,13 +155,14 @@ def load_config(argv: list[str]) -> tuple[Config, Layout, Launch]:
                     "Raise --steps to go on, or use another --run-dir."
                 )
             sys.exit(0)
-    if int(os.environ.get("SLURM_NTASKS", "1")) > 1 and launch.world_size == 1:
+    if os.environ.get("SLURM_NTASKS", "1") != "1" and launch.world_size == 1:
         print(
             f"train_llm.py: warning: SLURM gave this job {os.environ['SLURM_NTASKS']} tasks, "
             "but this is one process on its own: start it with srun or torchrun",
             file=sys.stderr,
         )
-    if launch.rank == 0 and config.layout.tp > launch.local_world_size:
+    planning = config.layout.print_plan
+    if launch.rank == 0 and config.layout.tp > launch.local_world_size and not planning:
         print(
             f"train_llm.py: warning: --tp {config.layout.tp} spans nodes of "
             f"{launch.local_world_size} processes: tensor parallelism over a network is slow",

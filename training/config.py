@@ -6,12 +6,13 @@ and every key has the name of its flag with underscores.
 
 import contextlib
 import difflib
+import io
 import json
 import os
 import sys
 import tomllib
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 import tomli_w
 import tyro
@@ -54,7 +55,7 @@ class LayoutSection(Section):
     sequence_parallel: Literal["auto", "on", "off"] = Field(
         "auto",
         description="Cut the activations between tensor-parallel regions along the sequence. auto: "
-        "on with NCCL where tp divides the sequence, off with gloo (there one all-reduce is cheaper).",
+        "on with NCCL where tp divides the sequence, off with gloo (one all-reduce is cheaper).",
     )
     print_plan: bool = Field(
         False, description="Print parameters, placements, bytes and collectives, then exit."
@@ -200,29 +201,43 @@ def flag(*location: str | int) -> str:
     return "--" + (names[-1] if names else "").replace("_", "-")
 
 
+def _nested(schema: type[BaseModel], key: str) -> type[BaseModel] | None:
+    """The model behind a field, also where the field may be None; None for a plain value."""
+    field = schema.model_fields.get(key)
+    kinds = (field.annotation, *get_args(field.annotation)) if field else ()
+    return next((k for k in kinds if isinstance(k, type) and issubclass(k, BaseModel)), None)
+
+
 def _one_line(error: ValidationError, schema: type[BaseModel]) -> str:
     """The first fault of a validation as one line; an unknown key names the nearest known one."""
     fault = error.errors()[0]
     location = fault["loc"]
     if fault["type"] == "extra_forbidden":
         for part in location[:-1]:
-            field = schema.model_fields.get(part)
-            schema = field.annotation if field else schema
+            schema = _nested(schema, part) or schema
         known = getattr(schema, "model_fields", {})
         near = difflib.get_close_matches(str(location[-1]), known, n=1, cutoff=0.5)
         hint = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(known)}"
         return f"unknown key {'.'.join(map(str, location))!r}: {hint}"
     message = fault["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
-    return f"{flag(*location)} {message}, not {fault['input']!r}"
+    message = f"{message}, not {fault['input']!r}"
+    if nested := _nested(schema, location[0]):
+        if len(location) == 1 and nested is not RopeScaling:
+            return f"table [{location[0]}] must hold keys, not {fault['input']!r}"
+        # The fields of a nested value are no flags; the value is one.
+        inner = ".".join(map(str, location[1:]))
+        return f"{flag(location[0])} {inner + ': ' if inner else ''}{message}"
+    return f"{flag(*location)} {message}"
 
 
 def _early_flag(argv: list[str], name: str) -> str | None:
     """Value of a flag that must be known before the others get their defaults."""
+    found = None  # as with any flag, the last one counts
     for i, arg in enumerate(argv):
         key, _, value = arg.partition("=")
         if key.replace("_", "-") == name:
-            return value or (argv[i + 1] if i + 1 < len(argv) else None)
-    return None
+            found = value or (argv[i + 1] if i + 1 < len(argv) else None)
+    return found
 
 
 def load_recipe(name: str) -> Config:
@@ -244,8 +259,10 @@ def load_recipe(name: str) -> Config:
     try:
         with file.open("rb") as f:
             table = tomllib.load(f)
-    except tomllib.TOMLDecodeError as error:
+    except (OSError, ValueError) as error:  # a TOML error, or bytes that are not UTF-8
         raise ConfigError(f"--recipe {name}: {file}: {error}") from None
+    if "config_json" in table:
+        raise ConfigError(f"--recipe {name}: unknown key 'config_json': use --model-config")
     try:
         return Config(**{**table, "recipe": name})
     except ConfigError as error:
@@ -282,19 +299,26 @@ def parse_flags(argv: list[str], console: bool = True) -> Config:
     if path := _early_flag(argv, "--model-config"):
         try:
             stated = read_hf_config(path)
-            defaults.model = ModelSection(**stated)
         except ValueError as error:
             raise ConfigError(str(error)) from None
-    config = tyro.cli(
-        Config,
-        args=argv,
-        default=defaults,
-        prog="train_llm.py",
-        description="Pretrain a Llama on a (dp, tp) mesh. Defaults are those of the chosen recipe.",
-        config=(tyro.conf.OmitArgPrefixes,),
-        registry=_registry,
-        console_outputs=console,
-    )
+        try:
+            defaults.model = ModelSection(**stated)
+        except ConfigError as error:
+            raise ConfigError(f"--model-config {path}: {error}") from None
+    # tyro's console_outputs leaves its report of a bad value on.
+    quiet = contextlib.nullcontext() if console else contextlib.redirect_stderr(io.StringIO())
+    with quiet:
+        config = tyro.cli(
+            Config,
+            args=argv,
+            default=defaults,
+            prog="train_llm.py",
+            description="Pretrain a Llama on a (dp, tp) mesh. "
+            "Defaults are those of the chosen recipe.",
+            config=(tyro.conf.OmitArgPrefixes,),
+            registry=_registry,
+            console_outputs=console,
+        )
     for key, value in stated.items():
         now = getattr(config.model, key)
         now = now.model_dump() if isinstance(now, BaseModel) else now
@@ -316,7 +340,8 @@ def wandb_key_configured() -> bool:
         hosts = [urlparse(url).hostname]
     file = Path(os.environ.get("NETRC", Path.home() / ".netrc"))
     with contextlib.suppress(OSError, netrc.NetrcParseError):
-        return any(netrc.netrc(file).authenticators(host) for host in hosts)
+        known = netrc.netrc(file)
+        return any((known.authenticators(host) or ("", "", ""))[2] for host in hosts)
     return False
 
 

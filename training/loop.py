@@ -37,10 +37,9 @@ class NonFiniteError(RuntimeError):
 
 def batch_loss(model: nn.Module, inputs: Tensor, targets: Tensor, ranks: Ranks) -> Tensor:
     """Summed loss in nats of one micro-batch [B, S]; equal on all tp ranks."""
+    rows = vocab_rows(model.config.vocab_size, ranks.tp, ranks.tp_rank)
     logits = model(inputs)
-    group = ranks.tp_group
-    start = vocab_rows(model.config.vocab_size, ranks.mesh["tp"]).start if group else 0
-    return cross_entropy_sum(logits, targets, vocab_start=start, tp_group=group)
+    return cross_entropy_sum(logits, targets, vocab_start=rows.start, tp_group=ranks.tp_group)
 
 
 def forward_backward(model: nn.Module, batch: Batch, target_tokens: int, ranks: Ranks) -> Tensor:

@@ -1,5 +1,6 @@
 """Weight updates: the optimizer, the learning rate, the global gradient norm and clipping."""
 
+import itertools
 import math
 
 import torch
@@ -24,6 +25,7 @@ class ShardedOptimizer:
 
     def __init__(self, model: nn.Module, config: OptimizerSection):
         self.names, self.parameters = zip(*model.named_parameters(), strict=True)
+        self._counted = [_counts_here(p) for p in self.parameters]
         self.shards = [nn.Parameter(_local(p.detach())) for p in self.parameters]
         matrices = [s for s in self.shards if s.ndim > 1]
         vectors = [s for s in self.shards if s.ndim == 1]
@@ -63,9 +65,7 @@ class ShardedOptimizer:
         Returns:
             float64 [2].
         """
-        counted = [
-            grad for p, grad in zip(self.parameters, self.grads(), strict=True) if _counts_here(p)
-        ]
+        counted = list(itertools.compress(self.grads(), self._counted))
         squares = loss.new_zeros((), dtype=torch.float64)
         if counted:
             squares = torch.stack(torch._foreach_norm(counted)).double().square().sum()
@@ -134,7 +134,7 @@ def lr_at(config: OptimizerSection, decay_steps: int, step: int) -> float:
         return config.lr * step / config.warmup_steps
     if config.lr_schedule == "constant":
         return config.lr
-    first = config.warmup_steps
+    first = max(1, config.warmup_steps)  # the first step that may be at the peak
     if config.lr_schedule == "wsd":
         first = max(first, decay_steps - max(1, decay_steps // 5))
     done = min(1.0, max(0.0, (step - first) / max(1, decay_steps - first)))

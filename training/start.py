@@ -178,7 +178,7 @@ def parameter_dtype(config: Config) -> torch.dtype:
 
 def parallel_options(config: Config, ranks: Ranks) -> dict:
     """Keyword arguments of :func:`parallel.parallelize`; resolves ``--sequence-parallel auto``."""
-    tp, setting = ranks.mesh["tp"].size(), config.layout.sequence_parallel
+    tp, setting = ranks.tp, config.layout.sequence_parallel
     auto = ranks.device.type == "cuda" and config.step.seq_len % tp == 0
     return {
         "sequence_parallel": tp > 1 and (setting == "on" or (setting == "auto" and auto)),
@@ -280,9 +280,9 @@ def finish(outcome: str, run: RunDir, progress: Progress, ranks: Ranks, reporter
         if rows:
             speed = statistics.median(row["tokens_per_s"] for row in rows)
             memory = max(row["peak_memory_bytes"] or 0 for row in rows) / 2**20
-            loss = rows[-1]["loss"]
+            loss = "none" if rows[-1]["loss"] is None else f"{rows[-1]['loss']:.4f}"
             print(
-                f"{outcome} at step {progress.step}: loss {'none' if loss is None else f'{loss:.4f}'}, "
+                f"{outcome} at step {progress.step}: loss {loss}, "
                 f"median {speed:,.0f} tokens/s, peak memory {memory:,.0f} MiB per rank"
             )
         print(f"run directory: {run.path}", flush=True)

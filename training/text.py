@@ -38,7 +38,7 @@ def open_source(section: DataSection) -> tuple[list, Callable[[], Iterator[Recor
     if name == "stdlib":
         files = _stdlib_files()
         return _stats(files), lambda: _stdlib(files)
-    files = _local_files(name)
+    files = local_files(name)
     if files is None:
         return _hub(section)
     return _stats(files), lambda: (r for file in files for r in _read(file, column))
@@ -79,7 +79,7 @@ def _stdlib(files: list[Path]) -> Iterator[Record]:
                 yield where, value
 
 
-def _local_files(name: str) -> list[Path] | None:
+def local_files(name: str) -> list[Path] | None:
     """The files a path or glob stands for, sorted; None if the name can only be one of the hub."""
     path = Path(name).expanduser()
     if path.is_file():

@@ -1,0 +1,533 @@
+"""Bad input ends in one line with the flag, the numbers and the fix, before torch is imported."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from parallel.layout import Launch, LayoutError, read_launch
+from training import checks
+from training.config import Config, ConfigError, parse_flags
+
+ROOT = Path(__file__).parent.parent
+OUTSIDE = ("SLURM_", "WANDB_", "MASTER_", "LOCAL_", "RANK", "WORLD_SIZE", "NETRC", "TORCHELASTIC_")
+FLAGS = {
+    "--" + name.replace("_", "-")
+    for section in Config.model_fields.values()
+    for name in getattr(section.annotation, "model_fields", {})
+} | {"--recipe", "--model-config"}
+
+
+@pytest.fixture(autouse=True)
+def clean(monkeypatch, tmp_path):
+    """Nothing of the machine's launcher or wandb account decides a test; runs/ is in tmp_path."""
+    for name in list(os.environ):
+        if name.startswith(OUTSIDE):
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("NETRC", str(tmp_path / "no-netrc"))
+    monkeypatch.chdir(tmp_path)
+
+
+def world(n: int, **extra: str | None) -> dict[str, str]:
+    """torchrun's variables for rank 0 of n processes on one node; None removes one."""
+    names = {"RANK": "0", "WORLD_SIZE": n, "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": n}
+    names |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", **extra}
+    return {name: str(value) for name, value in names.items() if value is not None}
+
+
+def load(argv: list[str]):
+    """What every start does before it imports torch."""
+    launch = read_launch()
+    config = parse_flags(argv)
+    return config, checks.check(config, launch), launch
+
+
+def refusal(monkeypatch, argv: str, environ: dict | None = None) -> str:
+    """The one line that refuses a command; each flag that it names exists."""
+    for name, value in (environ or {}).items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises((ConfigError, LayoutError)) as caught:
+        load(argv.split())
+    message = str(caught.value)
+    assert message and "\n" not in message
+    assert set(re.findall(r"--[a-z][a-z0-9-]+", message)) <= FLAGS, message
+    return message
+
+
+def assert_has(message: str, *fragments: str) -> None:
+    # Bounded by non-digits, so that "4" is not found in "48".
+    missing = [f for f in fragments if not re.search(rf"(?<!\w){re.escape(f)}(?!\w)", message)]
+    assert not missing, f"{missing} not in {message!r}"
+
+
+# What is said, of which values, of which flags.
+RULES = [
+    ("greater than 0", "0 -1", "--steps --global-batch-size --batch-size --seq-len --log-every"),
+    ("greater than 0", "0 -1", "--tp --world-size --lr-decay-steps --num-hidden-layers --lr"),
+    ("greater than 0", "0 -1", "--vocab-size --comm-timeout --hidden-size --rope-theta"),
+    ("greater than or equal to 0", "-1", "--eval-every --checkpoint-every --keep-checkpoints"),
+    ("greater than or equal to 0", "-1", "--eval-batches --warmup-steps --seed --weight-decay"),
+    ("greater than or equal to 0", "-1", "--grad-clip --beta1 --eval-fraction --min-lr-ratio"),
+    ("finite", "nan inf", "--lr --weight-decay --grad-clip --comm-timeout"),
+    ("finite|equal to", "nan 1.1", "--min-lr-ratio --eval-fraction"),
+    ("less than 1", "1.0", "--beta1 --beta2"),
+    ("equal to 0.5", "0.6", "--eval-fraction"),
+]
+RANGES = [(f, v, rule) for rule, values, fs in RULES for f in fs.split() for v in values.split()]
+
+
+@pytest.mark.parametrize("flag, value, rule", RANGES)
+def test_range(monkeypatch, flag, value, rule):
+    message = refusal(monkeypatch, f"{flag} {value}")
+    assert message.startswith(f"{flag} must be ") and re.search(rule, message)
+    assert float(message.rpartition("not ")[2]) == pytest.approx(float(value), nan_ok=True)
+
+
+ZEROS = "--eval-every --checkpoint-every --keep-checkpoints --eval-batches --warmup-steps"
+
+
+@pytest.mark.parametrize(
+    "flag", [*ZEROS.split(), "--weight-decay", "--grad-clip", "--eval-fraction"]
+)
+def test_a_zero_that_is_accepted_is_documented(flag):
+    config, _, _ = load([flag, "0"])
+    name = flag[2:].replace("-", "_")
+    section = next(s for _, s in config if name in getattr(type(s), "model_fields", {}))
+    assert getattr(section, name) == 0
+    assert re.search(r"\b0:? \w+", type(section).model_fields[name].description)
+
+
+H12 = "--hidden-size 96 --num-attention-heads 12"
+ROWS = {
+    "tp-processes": ("--tp 2", world(3), ["--tp 2", "3 processes", "--tp 1 or 3"]),
+    "tp-one-process": ("--tp 4", {}, ["--tp 4", "1 processes", "multiple of 4"]),
+    "heads": (
+        "--tp 4 --num-attention-heads 6 --num-key-value-heads 6 --hidden-size 96",
+        world(4),
+        ["--tp 4", "--num-attention-heads 6", "--tp 1, 2, 3 or 6"],
+    ),
+    "kv-3-tp-2": (
+        f"--tp 2 {H12} --num-key-value-heads 3",
+        world(2),
+        ["--tp 2", "--num-key-value-heads 3", "multiple"],
+    ),
+    "kv-6-tp-4": (
+        f"--tp 4 {H12} --num-key-value-heads 6",
+        world(4),
+        ["--tp 4", "--num-key-value-heads 6", "multiple"],
+    ),
+    "ffn": (
+        "--tp 2 --intermediate-size 63",
+        world(2),
+        ["--tp 2", "--intermediate-size 63", "--intermediate-size 64"],
+    ),
+    "sequence": (
+        "--tp 2 --seq-len 15 --sequence-parallel on",
+        world(2),
+        ["--tp 2", "--seq-len 15", "--seq-len 16", "--sequence-parallel off"],
+    ),
+    # ceil(9/4) = 3 rows each are used up by three ranks.
+    "vocab-rank-empty": (
+        "--tp 4 --vocab-size 9",
+        world(4),
+        ["--vocab-size 9", "--tp 4", "--vocab-size 12"],
+    ),
+    "vocab-below-tp": ("--tp 8 --vocab-size 7", world(8), ["--vocab-size 7", "--tp 8"]),
+    "global-batch": (
+        "--global-batch-size 6",
+        world(4),
+        ["--global-batch-size 6", "4 data-parallel", "8", "--tp"],
+    ),
+    "global-batch-with-tp": (
+        "--global-batch-size 7 --tp 2",
+        world(6),
+        ["--global-batch-size 7", "3 data-parallel", "9"],
+    ),
+    "batch": (
+        "--batch-size 3",
+        world(2),
+        ["--batch-size 3", "4 sequences", "--global-batch-size 8", "dp 2", "1, 2 or 4"],
+    ),
+    "warmup-steps": (
+        "--warmup-steps 20 --steps 10",
+        {},
+        ["--warmup-steps 20", "10 steps", "--lr-decay-steps", "--steps", "fewer warm-up"],
+    ),
+    "warmup-decay": (
+        "--warmup-steps 20 --steps 100 --lr-decay-steps 10",
+        {},
+        ["--warmup-steps 20", "10 steps", "--lr-decay-steps"],
+    ),
+    "world-size": ("--world-size 8", {}, ["--world-size 8", "--print-plan", "torchrun"]),
+    "plan-tp": (
+        "--world-size 6 --print-plan --tp 4",
+        {},
+        ["--tp 4", "6 processes", "1, 2, 3 or 6"],
+    ),
+    "head-dim": ("--head-dim 7", {}, ["--head-dim 7", "odd", "even"]),
+    "head-dim-derived": ("--hidden-size 240", {}, ["--head-dim 15", "even"]),
+    "hidden": (
+        "--hidden-size 250",
+        {},
+        ["--num-attention-heads 16", "--hidden-size 250", "--head-dim"],
+    ),
+    "kv-divides": (
+        "--num-key-value-heads 5",
+        {},
+        ["--num-key-value-heads 5", "--num-attention-heads 16"],
+    ),
+    "kv-above-heads": ("--num-key-value-heads 32", {}, ["--num-key-value-heads 32", "16"]),
+    "wandb": (
+        "--wandb online",
+        {},
+        ["--wandb online", "key", "WANDB_API_KEY", "wandb login", "--wandb offline"],
+    ),
+    "recipe": ("--recipe debgu", {}, ["--recipe debgu", "did you mean debug"]),
+    "recipe-far": ("--recipe zzz", {}, ["--recipe zzz", "debug", ".toml"]),
+    "recipe-file": ("--recipe nope.toml", {}, ["--recipe nope.toml", "debug"]),
+    "model-config": ("--model-config nope", {}, ["--model-config nope", "No such file"]),
+    "rank-only": ("", world(2, WORLD_SIZE=None), ["RANK=0", "WORLD_SIZE=None", "torchrun"]),
+    "world-only": ("", world(2, RANK=None), ["RANK=None", "WORLD_SIZE=2", "torchrun"]),
+    "rank-text": ("", world(2, RANK="a"), ["RANK=a", "WORLD_SIZE=2"]),
+    "rank-outside": ("", world(4, RANK="4"), ["RANK=4", "WORLD_SIZE=4"]),
+    "rank-negative": ("", world(4, RANK="-1"), ["RANK=-1", "WORLD_SIZE=4"]),
+    "world-0": ("", world(0), ["RANK=0", "WORLD_SIZE=0"]),
+    "local-outside": (
+        "",
+        world(4, RANK="3", LOCAL_RANK="3", LOCAL_WORLD_SIZE="2"),
+        ["LOCAL_RANK=3", "LOCAL_WORLD_SIZE=2"],
+    ),
+    "local-world-above-world": (
+        "",
+        world(4, LOCAL_WORLD_SIZE="8"),
+        ["LOCAL_WORLD_SIZE=8", "WORLD_SIZE=4"],
+    ),
+    "no-address": ("", world(2, MASTER_ADDR=None), ["MASTER_ADDR", "torchrun"]),
+    "slurm-incomplete": (
+        "",
+        {"SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "0"},
+        ["SLURM_STEP_NUM_TASKS=4", "SLURM_PROCID=0", "SLURM_LOCALID=None", "srun"],
+    ),
+    "slurm-outside": (
+        "",
+        {"SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "4"}
+        | {"SLURM_LOCALID": "0", "SLURM_STEP_TASKS_PER_NODE": "2(x2)"},
+        ["SLURM_PROCID=4", "SLURM_STEP_NUM_TASKS=4"],
+    ),
+    "slurm-text": ("", {"SLURM_STEP_NUM_TASKS": "x"}, ["SLURM_STEP_NUM_TASKS=x"]),
+}
+
+
+@pytest.mark.parametrize("argv, environ, fragments", ROWS.values(), ids=ROWS)
+def test_refusal(monkeypatch, argv, environ, fragments):
+    assert_has(refusal(monkeypatch, argv, environ), *fragments)
+
+
+SCALING = "factor = 8\nlow_freq_factor = 1\nhigh_freq_factor = 4\n"
+ORIGINAL = "original_max_position_embeddings = 64\n"
+RECIPES = {
+    "key": ("[optimizer]\nlrr = 1e-3", ["lrr", "did you mean 'lr'"]),
+    "key-hyphen": ("[optimizer]\nwarmup-steps = 3", ["did you mean 'warmup_steps'"]),
+    "key-far": ("[layout]\nxyzzy = 3", ["xyzzy", "tp", "zero"]),
+    "table": ("[optim]\nlr = 1e-3", ["optim", "did you mean 'optimizer'"]),
+    "table-is-number": ("step = 3", ["step", "3"]),
+    "type": ("[step]\nsteps = 'many'", ["--steps", "integer", "'many'"]),
+    "fraction": ("[step]\nsteps = 2.5", ["--steps", "integer", "2.5"]),
+    "choice": ("[layout]\nzero = 7", ["--zero", "3", "2", "7"]),
+    "range": ("[data]\neval_fraction = 0.9", ["--eval-fraction", "0.5", "0.9"]),
+    "scaling-key": (
+        f"[model.rope_scaling]\n{SCALING}{ORIGINAL}factr = 1",
+        ["factr", "did you mean 'factor'"],
+    ),
+    "scaling-missing": (f"[model.rope_scaling]\n{SCALING}", ["--rope-scaling"]),
+    "scaling-type": (
+        f"[model.rope_scaling]\nrope_type = 'yarn'\n{SCALING}{ORIGINAL}",
+        ["--rope-scaling", "llama3", "yarn"],
+    ),
+    "syntax": ("[step\nsteps = 3", ["line 1"]),
+    "encoding": (b"[step]\nsteps = 3 # \xff\n", ["utf-8"]),
+    # The field behind --model-config is no key: it would be read by nobody.
+    "config-json": ("config_json = 'config.json'", ["config_json"]),
+}
+
+
+@pytest.mark.parametrize("text, fragments", RECIPES.values(), ids=RECIPES)
+def test_recipe_refusal(monkeypatch, tmp_path, text, fragments):
+    (tmp_path / "bad.toml").write_bytes(text if isinstance(text, bytes) else text.encode())
+    assert_has(refusal(monkeypatch, "--recipe bad.toml"), "--recipe bad.toml", *fragments)
+
+
+def rope(**fields) -> dict:
+    return {"rope_scaling": fields}
+
+
+MODEL_CONFIGS = {
+    "two-missing": ({"hidden_size": None, "vocab_size": None}, ["hidden_size, vocab_size"]),
+    "yarn": (rope(rope_type="yarn", factor=2), ["'yarn'", "'llama3'"]),
+    "linear-old-key": (rope(type="linear", factor=2), ["'linear'", "'llama3'"]),
+    "dynamic-new-block": (
+        {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2}},
+        ["'dynamic'", "'llama3'"],
+    ),
+    "llama3-incomplete": (rope(rope_type="llama3", factor=8), ["--rope-scaling"]),
+    "rope-not-a-table": ({"rope_scaling": [1]}, ["rope_scaling"]),
+    "rope-text": ({"rope_scaling": "yarn"}, ["rope_scaling", "'yarn'"]),
+    "other-model": ({"model_type": "qwen3"}, ["'qwen3'", "'llama'"]),
+    "bias": ({"attention_bias": True}, ["attention_bias", "True", "False"]),
+    "activation": ({"hidden_act": "gelu"}, ["hidden_act", "'gelu'", "'silu'"]),
+    "type": ({"hidden_size": "wide"}, ["--hidden-size", "integer", "'wide'"]),
+    "negative": ({"num_hidden_layers": -1}, ["--num-hidden-layers", "0", "-1"]),
+}
+LLAMA = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "vocab_size": 300}
+LLAMA |= {"num_hidden_layers": 2, "num_attention_heads": 4}
+
+
+@pytest.mark.parametrize("change, fragments", MODEL_CONFIGS.values(), ids=MODEL_CONFIGS)
+def test_model_config_refusal(monkeypatch, tmp_path, change, fragments):
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA | change))
+    message = refusal(monkeypatch, "--model-config config.json")
+    # The file is at fault, also where one of its values is out of a flag's range.
+    assert_has(message, "--model-config config.json", *fragments)
+
+
+def test_run_dir_that_is_a_file(monkeypatch, tmp_path):
+    (tmp_path / "taken").write_text("")
+    assert_has(refusal(monkeypatch, "--run-dir taken"), "--run-dir taken", "file", "directory")
+
+
+@pytest.mark.parametrize(
+    "argv, n",
+    [
+        ("--tp 4 --num-key-value-heads 2", 4),  # kv heads are replicated
+        ("--tp 2 --seq-len 15", 2),  # auto turns sequence parallel off
+        ("--tp 4 --vocab-size 10", 4),  # uneven, but nobody is empty: 3, 3, 3, 1
+        ("--warmup-steps 10 --steps 10", 1),
+        ("--world-size 64 --print-plan --tp 8", 1),
+    ],
+)
+def test_what_is_near_a_refusal_is_accepted(monkeypatch, argv, n):
+    for name, value in world(n).items():
+        monkeypatch.setenv(name, value)
+    load(argv.split())
+
+
+def test_vocabulary_must_hold_the_tokenizer(tmp_path):
+    from training.start import resolve_vocabulary
+
+    tokenizer = SimpleNamespace(vocab_size=64, name="tok")
+    config, layout, _ = load(["--vocab-size", "60"])
+    with pytest.raises(ConfigError) as caught:
+        resolve_vocabulary(config, layout, tokenizer)
+    assert_has(
+        str(caught.value), "--vocab-size 60", "token 63", "--tokenizer tok", "--vocab-size 64"
+    )
+    for argv, size in (([], 64), (["--vocab-size", "64"], 64), (["--vocab-size", "99"], 99)):
+        config, layout, _ = load(argv)
+        resolve_vocabulary(config, layout, tokenizer)
+        assert config.model.vocab_size == size
+
+
+def test_vocabulary_of_the_tokenizer_leaves_a_rank_empty(monkeypatch):
+    from training.start import resolve_vocabulary
+
+    for name, value in world(4).items():
+        monkeypatch.setenv(name, value)
+    config, layout, _ = load(["--tp", "4"])
+    with pytest.raises(LayoutError) as caught:
+        resolve_vocabulary(config, layout, SimpleNamespace(vocab_size=9, name="tok"))
+    assert_has(str(caught.value), "--vocab-size 9", "--tp 4", "--vocab-size 12")
+
+
+TYRO = {
+    "type": ("--steps many", ["--steps", "'many'"]),
+    "float": ("--lr fast", ["--lr", "'fast'"]),
+    "fraction": ("--tp 1.5", ["--tp", "'1.5'"]),
+    "choice": ("--zero 7", ["'7'", "--zero", "'3', '2'"]),
+    "json": ("--rope-scaling {", ["--rope-scaling"]),
+    "no-value": ("--steps", ["--steps"]),
+    "unknown": ("--seqlen 3", ["--seqlen", "--seq-len"]),
+    "unknown-far": ("--xyzzy 3", ["--xyzzy"]),
+    "positional": ("debug", ["debug"]),
+}
+
+
+@pytest.mark.parametrize("argv, fragments", TYRO.values(), ids=TYRO)
+def test_tyro_refusal(capsys, argv, fragments):
+    for console in (False, True):
+        with pytest.raises(SystemExit) as caught:
+            parse_flags(argv.split(), console=console)
+        out, err = capsys.readouterr()
+        assert caught.value.code == 2 and out == ""
+        assert err.count("For full helptext") == console
+    assert_has(err, *fragments)
+
+
+# The launcher's variables, where they are right.
+
+
+def test_launch_is_torchruns_else_sruns_else_one_process():
+    slurm = {"SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "3", "SLURM_LOCALID": "1"}
+    slurm["SLURM_STEP_TASKS_PER_NODE"] = "2(x2)"
+    assert read_launch({}) == Launch(0, 1, 0, 1)
+    assert read_launch(slurm) == Launch(3, 4, 1, 2)
+    # An allocation is not a step, and one task may start torchrun.
+    assert read_launch({"SLURM_NTASKS": "4", "SLURM_PROCID": "0"}) == Launch(0, 1, 0, 1)
+    torchrun = world(8, RANK="5", LOCAL_RANK="1", LOCAL_WORLD_SIZE="4")
+    assert read_launch(slurm | torchrun) == Launch(5, 8, 1, 4)
+
+
+@pytest.mark.parametrize(
+    "argv, environ, fragments",
+    [
+        ("", {"SLURM_NTASKS": "4"}, ["SLURM", "4 tasks", "srun", "torchrun"]),
+        ("--tp 4", world(4, LOCAL_WORLD_SIZE="2"), ["--tp 4", "2 processes", "slow"]),
+        ("--tp 2", world(4, LOCAL_WORLD_SIZE="2"), []),
+        ("", {}, []),
+    ],
+)
+def test_warning(monkeypatch, capsys, argv, environ, fragments):
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    checks.load_config(argv.split())
+    err = capsys.readouterr().err
+    assert err.count("\n") == err.count("warning") == bool(fragments)
+    assert_has(err, *fragments)
+
+
+@pytest.mark.parametrize(
+    "launch, message, err",
+    [
+        (Launch(0, 8, 0, 4), "no", "train_llm.py: error: no\n"),
+        (Launch(0, 8, 0, 4), "", ""),  # tyro has spoken
+        (Launch(1, 8, 1, 4), "no", ""),
+        # Nobody ended the first rank of another node: only there is something wrong.
+        (Launch(4, 8, 0, 4), "no", r"train_llm.py: error: rank 4 on \S+: no\n"),
+        (Launch(5, 8, 1, 4), "no", ""),
+        # Of tyro's report nothing was said there; an empty complaint would help nobody.
+        (Launch(4, 8, 0, 4), "", r"(train_llm.py: error: rank 4 on \S+: \S.+\n)?"),
+    ],
+)
+def test_who_speaks(monkeypatch, capsys, launch, message, err):
+    slept, left = [], []
+    monkeypatch.setattr(checks.time, "sleep", slept.append)
+    monkeypatch.setattr(checks.os, "_exit", left.append)
+    checks.refuse(message, launch)
+    assert left == [2] and sum(slept) == (10 if launch.rank else 0)
+    assert re.fullmatch(err, capsys.readouterr().err)
+
+
+# Real processes.
+
+
+def start(argv: list[str], cwd: Path, environ: dict | None = None, *paths: Path):
+    """Run ``python ARGV`` in cwd without the session's launcher and wandb variables."""
+    env = {k: v for k, v in os.environ.items() if not k.startswith(OUTSIDE)} | (environ or {})
+    env |= {"NETRC": str(cwd / "no-netrc"), "HF_HUB_OFFLINE": "1", "COLUMNS": "300"}
+    env["PYTHONPATH"] = os.pathsep.join(map(str, paths))
+    began = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, *argv], cwd=cwd, env=env, capture_output=True, text=True, timeout=100
+    )
+    done.seconds = time.monotonic() - began
+    return done
+
+
+@pytest.fixture
+def train(tmp_path):
+    """Start train_llm.py where importing torch leaves a mark and fails."""
+    stub, mark = tmp_path / "stub", tmp_path / "torch-imported"
+    (stub / "torch").mkdir(parents=True)
+    (stub / "torch" / "__init__.py").write_text(
+        f"open({str(mark)!r}, 'w').close()\nraise ImportError('stub')\n"
+    )
+
+    def run(argv: str, environ: dict | None = None):
+        done = start([str(ROOT / "train_llm.py"), *argv.split()], tmp_path, environ, stub)
+        done.imported_torch = mark.exists()
+        return done
+
+    return run
+
+
+def test_the_stub_notices_an_import_of_torch(train):
+    done = train("")
+    assert done.imported_torch and done.returncode == 1 and "ImportError: stub" in done.stderr
+
+
+PROCESSES = {
+    "range": ("--steps 0", {}, ["--steps", "0"]),
+    "layout": ("--tp 3", world(4), ["--tp 3", "4 processes", "1, 2 or 4"]),
+    "recipe": ("--recipe debgu", {}, ["debug"]),
+    "wandb": ("--wandb online", {}, ["WANDB_API_KEY"]),
+    "variables": ("", {"RANK": "0"}, ["WORLD_SIZE=None"]),
+    "run-dir": ("--run-dir no-netrc", {}, ["--run-dir no-netrc", "file"]),
+}
+
+
+@pytest.mark.parametrize("argv, environ, fragments", PROCESSES.values(), ids=PROCESSES)
+def test_process_is_refused(train, tmp_path, argv, environ, fragments):
+    (tmp_path / "no-netrc").write_text("")
+    done = train(argv, environ)
+    assert done.returncode == 2 and done.stdout == "" and not done.imported_torch
+    assert re.fullmatch(r"train_llm\.py: error: [^\n]+\n", done.stderr), done.stderr
+    assert_has(done.stderr, *fragments)
+    assert done.seconds < 5
+    assert not (tmp_path / "runs").exists()
+
+
+def test_process_with_an_unknown_flag_is_refused(train):
+    done = train("--seqlen 3")
+    assert done.returncode == 2 and done.stdout == "" and not done.imported_torch
+    assert done.stderr.count("╭") == 1 and "--seq-len" in done.stderr
+    assert "Traceback" not in done.stderr and "train_llm.py: error" not in done.stderr
+    assert done.seconds < 5
+
+
+def test_unknown_dataset_is_refused(tmp_path):
+    """With the real torch; names that only the hub can know are in test_data.py."""
+    done = start([str(ROOT / "train_llm.py"), "--dataset", "missing.txt"], tmp_path)
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.count("\n") == 1
+    assert done.stderr.startswith("train_llm.py: error: --dataset missing.txt")
+
+
+TORCHRUN = {
+    "--steps=0": "train_llm.py: error: --steps must be greater than 0, not 0\n",
+    "--seqlen=3": "Unrecognized options: --seqlen",
+    "--steps=many": "Error parsing --steps",
+}
+
+
+@pytest.fixture(scope="module")
+def torchrun(tmp_path_factory):
+    """Four processes for each refused flag, all at once to save time."""
+    cwd = tmp_path_factory.mktemp("torchrun")
+    # Rank 0 alone speaks, so it must come to that although it is the last.
+    (cwd / "sitecustomize.py").write_text(
+        "import os, time\nif os.environ.get('RANK') == '0':\n    time.sleep(3)\n"
+    )
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4"]
+    with ThreadPoolExecutor() as pool:
+        started = {
+            flag: pool.submit(start, [*launcher, str(ROOT / "train_llm.py"), flag], cwd, {}, cwd)
+            for flag in TORCHRUN
+        }
+    return {flag: future.result() for flag, future in started.items()}
+
+
+@pytest.mark.parametrize("flag", TORCHRUN)
+def test_torchrun_refuses_once(torchrun, flag):
+    done = torchrun[flag]
+    assert done.returncode != 0 and done.seconds < 40
+    assert done.stderr.count(TORCHRUN[flag]) == 1, done.stderr
+    # tyro's box or our line, not both, and whichever it is only once.
+    assert done.stderr.count("╭") + done.stderr.count("train_llm.py: error") == 1
+    # torchrun's own report may hold a traceback; none may go through our code.
+    assert 'train_llm.py", line' not in done.stderr + done.stdout

@@ -1,0 +1,282 @@
+"""Parity could be had by replicating everything: what is sharded, sent, and never exists."""
+
+import collections
+import tracemalloc
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from models.config import LlamaConfig
+from models.initialization import CHUNK_ELEMENTS, init_weights
+from models.llama import Llama
+from parallel import parallelize
+from parallel.layout import Layout
+from parallel.plan import collectives, parameter_rows
+from tests.toy import GLOBAL_BATCH, MODEL, SEQ_LEN, full, local_batch, make_model, make_ranks
+from training.config import OptimizerSection
+from training.loop import FaultFlag, batch_loss, optimizer_step
+from training.optimizer import ShardedOptimizer
+
+
+def local_shapes(tp: int, **fields) -> dict:
+    ranks = make_ranks(tp)
+    model = make_model(ranks, **fields)
+    return {row.name: (row.local_shape, row.bytes) for row in parameter_rows(model)}
+
+
+def split(rows: int, parts: int, index: int) -> int:
+    """Rows of one part: ceil(rows / parts) each, the last ones what remains."""
+    size = -(-rows // parts)
+    return max(0, min(rows - index * size, size))
+
+
+@pytest.mark.parametrize("fields", [{}, {"vocab_size": 67}], ids=["even", "uneven"])
+@pytest.mark.parametrize(("group", "tp"), [("ranks8", 4), ("ranks4", 1), ("ranks4", 4)])
+def test_local_elements(group, tp, fields, request):
+    ranks = request.getfixturevalue(group)
+    dp, model = ranks.world_size // tp, MODEL | fields
+    d, f, v = model["hidden_size"], model["intermediate_size"], model["vocab_size"]
+    for rank, found in enumerate(ranks.run(local_shapes, tp, **fields)):
+        at_dp, at_tp = divmod(rank, tp)
+        expected = {
+            "model.embed_tokens.weight": (split(split(v, tp, at_tp), dp, at_dp), d),
+            "lm_head.weight": (split(split(v, tp, at_tp), dp, at_dp), d),
+            "model.norm.weight": (d // dp,),
+            "model.layers.1.input_layernorm.weight": (d // dp,),
+            "model.layers.0.self_attn.q_proj.weight": (d // tp // dp, d),
+            "model.layers.0.self_attn.v_proj.weight": (d // 2 // tp // dp, d),
+            "model.layers.1.self_attn.o_proj.weight": (d // dp, d // tp),
+            "model.layers.1.mlp.up_proj.weight": (f // tp // dp, d),
+            "model.layers.0.mlp.down_proj.weight": (d // dp, f // tp),
+        }
+        for name, shape in expected.items():
+            assert found[name] == (shape, 8 * int(np.prod(shape))), (rank, name)
+
+
+def test_replicated_key_value_heads_are_sharded_over_dp_only(ranks8):
+    found = ranks8.run(local_shapes, 4, num_key_value_heads=2)
+    assert {f["model.layers.0.self_attn.k_proj.weight"][0] for f in found} == {(8 // 2, 32)}
+
+
+KINDS = {
+    "allgather": "all_gather",
+    "all_gather": "all_gather",
+    "reduce_scatter": "reduce_scatter",
+    "allreduce": "all_reduce",
+    "all_reduce": "all_reduce",
+}
+
+
+class CountCollectives(TorchDispatchMode):
+    """Counts (kind, bytes of the whole tensor, group size) of what is sent."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = collections.Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        space, _, name = func._schema.name.partition("::")
+        if space in ("c10d", "_c10d_functional"):
+            kind = next((v for k, v in KINDS.items() if k in name), None)
+            if kind:
+                tensors = [
+                    t
+                    for t in torch.utils._pytree.tree_leaves((args, out))
+                    if isinstance(t, torch.Tensor)
+                ]
+                size = max(t.numel() * t.element_size() for t in tensors)
+                self.found[kind, size] += 1
+        return out
+
+
+def count_step(tp: int, micro_batches: int, zero: int, sp: bool, dtype: str, fields: dict):
+    """What one optimizer step sends, and what the plan says."""
+    ranks = make_ranks(tp)
+    model = make_model(ranks, sp=sp, zero=zero, dtype=dtype, **fields)
+    optimizer = ShardedOptimizer(model, OptimizerSection())
+    fault, vocab = FaultFlag(ranks.device), model.config.vocab_size
+    for step in (0, 1):
+        batch = local_batch(step, ranks, micro_batches, vocab, "none")
+        with CountCollectives() as counter:
+            optimizer_step(
+                model, optimizer, batch, GLOBAL_BATCH * SEQ_LEN, ranks,
+                lr=1e-3, grad_clip=1.0, step=step + 1, fault=fault,
+            )  # fmt: skip
+    dp = dist.get_world_size() // tp
+    layout = Layout(dp, tp, GLOBAL_BATCH // dp // micro_batches, micro_batches)
+    planned = collections.Counter({("all_reduce", 16): 1})  # loss and squared gradient norm
+    for row in collectives(
+        model.config, layout, seq_len=SEQ_LEN, zero=zero, sequence_parallel=sp,
+        dtype=getattr(torch, dtype),
+    ):  # fmt: skip
+        blocks = model.config.num_hidden_layers if row.unit == "block" else 1
+        planned[row.kind, row.bytes] += row.count * blocks
+    return counter.found, planned
+
+
+@pytest.mark.parametrize(
+    ("group", "tp", "micro_batches", "zero", "sp", "dtype", "fields"),
+    [
+        ("ranks8", 4, 1, 3, True, "float32", {}),
+        ("ranks4", 2, 1, 3, False, "float32", {}),
+        ("ranks4", 2, 2, 2, True, "float32", {}),
+        ("ranks4", 4, 2, 3, True, "float64", {"num_key_value_heads": 2}),
+        ("ranks4", 1, 2, 3, False, "float32", {"tie_word_embeddings": True}),
+        ("ranks4", 2, 1, 3, True, "bfloat16", {}),
+        ("ranks4", 2, 1, 3, True, "float32", {"tie_word_embeddings": True}),
+        ("ranks1", 1, 2, 3, False, "float32", {}),
+    ],
+)
+def test_collectives_equal_the_plan(group, tp, micro_batches, zero, sp, dtype, fields, request):
+    ranks = request.getfixturevalue(group)
+    for found, planned in ranks.run(count_step, tp, micro_batches, zero, sp, dtype, fields):
+        assert found == planned
+
+
+class NoWholeVocabulary(TorchDispatchMode):
+    """Fails at a plain tensor that has the whole vocabulary in one dim."""
+
+    def __init__(self, vocab_size: int):
+        super().__init__()
+        self.vocab_size, self.seen = vocab_size, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for t in torch.utils._pytree.tree_leaves(out):
+            if isinstance(t, torch.Tensor) and not isinstance(t, DTensor):
+                assert self.vocab_size not in t.shape, f"{func} made {tuple(t.shape)}"
+                self.seen += 1
+        return out
+
+
+def step_without_whole_vocabulary(tp: int, vocab_size: int, tied: bool) -> int:
+    ranks = make_ranks(tp)
+    model = make_model(ranks, vocab_size=vocab_size, tie_word_embeddings=tied)
+    with NoWholeVocabulary(vocab_size) as watch:
+        for inputs, targets in local_batch(0, ranks, 1, vocab_size, "none"):
+            batch_loss(model, inputs, targets, ranks).backward()
+    return watch.seen
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_no_tensor_has_the_whole_vocabulary(tied, ranks4):
+    # 101 is the size of nothing else; on one process the watch does see the logits.
+    assert min(ranks4.run(step_without_whole_vocabulary, 2, 101, tied)) > 100
+
+
+def test_the_watch_sees_a_whole_vocabulary(ranks1):
+    with pytest.raises(AssertionError, match="made"):
+        ranks1.run(step_without_whole_vocabulary, 1, 101, False)
+
+
+def init_peak(tp: int) -> tuple[int, int, int]:
+    """Bytes allocated by initialisation: its peak, and the local shards and one chunk."""
+    ranks = make_ranks(tp)
+    config = LlamaConfig(**(MODEL | {"vocab_size": 200_000, "hidden_size": 64, "head_dim": 8}))
+    with torch.device("meta"):
+        model = Llama(config)
+    parallelize(model, ranks.mesh, sequence_parallel=False, zero=3, dtype=torch.float32)
+    model.to_empty(device="cpu")
+    tracemalloc.start()  # numpy reports to it; the shards themselves exist already
+    init_weights(model, seed=0)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    table = config.vocab_size * config.hidden_size * 4
+    return peak, 4 * CHUNK_ELEMENTS, table
+
+
+def test_initialisation_allocates_a_chunk_at_most(ranks4):
+    for peak, chunk, table in ranks4.run(init_peak, 2):
+        assert peak < chunk + 2**18 < table
+
+
+def weight_hash(tp: int, dtype: str, fields: dict) -> dict:
+    ranks = make_ranks(tp)
+    model = make_model(ranks, dtype=dtype, **fields)
+    tied = model.lm_head.weight is model.model.embed_tokens.weight
+    assert tied == model.config.tie_word_embeddings
+    return {name: full(p).astype(np.float32).tobytes() for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("fields", [{"vocab_size": 67}, {"tie_word_embeddings": True}])
+def test_initial_weights_are_bitwise_the_same(fields, ranks1, ranks4, ranks8):
+    expected = ranks1.run(weight_hash, 1, "float32", fields)[0]
+    values = np.frombuffer(expected["model.layers.0.mlp.up_proj.weight"], np.float32)
+    assert len(np.unique(values)) > 0.99 * len(values)
+    assert (
+        expected["model.layers.0.mlp.up_proj.weight"]
+        != expected["model.layers.1.mlp.up_proj.weight"]
+    )
+    for group, tp in [(ranks4, 1), (ranks4, 2), (ranks4, 4), (ranks8, 2), (ranks8, 8)]:
+        for found in group.run(weight_hash, tp, "float32", fields):
+            assert found == expected
+    assert ranks4.run(weight_hash, 2, "float64", fields)[0] == expected
+
+
+def test_initial_standard_deviations():
+    config = LlamaConfig(**(MODEL | {"hidden_size": 256, "vocab_size": 512}))
+    model = Llama(config)
+    init_weights(model, seed=1)
+    std = (2 / (5 * 256)) ** 0.5
+    assert model.model.embed_tokens.weight.std().item() == pytest.approx(std, rel=0.02)
+    assert model.lm_head.weight.std().item() == pytest.approx(std, rel=0.02)
+    for block in model.model.layers:
+        assert block.self_attn.q_proj.weight.std().item() == pytest.approx(std, rel=0.02)
+        assert block.mlp.down_proj.weight.std().item() == pytest.approx(std / 2, rel=0.02)
+        assert block.input_layernorm.weight.eq(1).all()
+
+
+def changed_logits(tp: int, sp: bool, position: int) -> tuple[bool, bool]:
+    """Whether logits before ``position`` are bitwise unchanged when the token there changes, and
+    whether those from there on change."""
+    ranks = make_ranks(tp)
+    model = make_model(ranks, sp=sp, dtype="float32")
+    inputs = local_batch(0, ranks, 1, 64, "none")[0][0]
+    other = inputs.clone()
+    other[:, position] = (other[:, position] + 1) % 64
+    with torch.no_grad():
+        a, b = model(inputs), model(other)
+    return torch.equal(a[:, :position], b[:, :position]), not torch.equal(
+        a[:, position], b[:, position]
+    )
+
+
+@pytest.mark.parametrize(
+    ("group", "tp", "sp"),
+    [("ranks1", 1, False), ("ranks4", 1, False), ("ranks4", 2, True), ("ranks8", 8, False)],
+)
+def test_causal(group, tp, sp, request):
+    for position in (1, 7, 15):
+        found = request.getfixturevalue(group).run(changed_logits, tp, sp, position)
+        assert set(found) == {(True, True)}
+
+
+def train_and_keep_replicas(tp: int, sp: bool) -> dict:
+    """Local bytes of the parameters that are replicated over tp, after 5 AdamW steps."""
+    ranks = make_ranks(tp)
+    model = make_model(ranks, sp=sp, dtype="float32", num_key_value_heads=1)
+    optimizer = ShardedOptimizer(model, OptimizerSection(lr=1e-2))
+    fault = FaultFlag(ranks.device)
+    for step in range(5):
+        optimizer_step(
+            model, optimizer, local_batch(step, ranks, 1, 64, "none"), GLOBAL_BATCH * SEQ_LEN,
+            ranks, lr=1e-2, grad_clip=1.0, step=step + 1, fault=fault,
+        )  # fmt: skip
+    return {
+        name: p.to_local().detach().numpy().tobytes()
+        for name, p in model.named_parameters()
+        if p.placements[-1].is_replicate()
+    }
+
+
+@pytest.mark.parametrize("sp", [False, True])
+def test_replicas_stay_bitwise_equal(sp, ranks4):
+    found = ranks4.run(train_and_keep_replicas, 2, sp)
+    assert len(found[0]) == 2 * 2 + 1 + 2 * 2  # norms, and k and v of each block
+    assert found[0] == found[1] and found[2] == found[3]
+    assert found[0] != found[2]

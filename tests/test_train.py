@@ -1,0 +1,256 @@
+"""Whole runs: files, restarts on the same and on other layouts, and what a person sees."""
+
+import json
+import math
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tests.launch import SMALL, checkpoint_tensors, curve, rows, run_main, train
+from tests.ranks import free_port
+
+REPO = Path(__file__).parent.parent
+EVALUATE = ["--eval-every", 5, "--eval-batches", 0]
+FIELDS = {
+    "step", "loss", "grad_norm", "lr", "tokens", "skipped_steps", "tokens_per_s",
+    "tokens_per_s_per_device", "step_s", "data_s", "mfu", "tflops_per_device",
+    "peak_memory_bytes", "time",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def straight(launched4, tmp_path_factory):
+    """Ten steps without a stop, at 2x2 in float32."""
+    run_dir = tmp_path_factory.mktemp("straight")
+    text = train(launched4, run_dir, "--tp", 2, "--steps", 10, *EVALUATE)
+    return run_dir, text
+
+
+def test_what_a_run_prints_and_leaves(straight):
+    run_dir, text = straight
+    lines = text.splitlines()
+    assert any("layout 2x2" in line for line in lines)
+    assert any("35,040 parameters" in line for line in lines)
+    assert sum(line.startswith("step ") and "eval" not in line for line in lines) == 10
+    assert lines[-1] == f"run directory: {run_dir}"
+    assert "finished at step 10" in lines[-2]
+    assert not any(ord(c) < 32 and c != "\n" for c in text)
+
+    assert [r["step"] for r in rows(run_dir)] == list(range(1, 11))
+    for row in rows(run_dir):
+        assert row.keys() == FIELDS
+        assert row["tokens"] == row["step"] * 8 * 32
+        assert row["mfu"] is None and row["skipped_steps"] == 0
+        assert row["peak_memory_bytes"] > 0 and 0 <= row["data_s"] <= row["step_s"]
+        assert row["tokens_per_s"] == pytest.approx(256 / row["step_s"])
+        assert row["tokens_per_s_per_device"] == pytest.approx(row["tokens_per_s"] / 4)
+    assert [r["step"] for r in rows(run_dir, "eval.jsonl")] == [5, 10]
+    assert json.loads((run_dir / "status.json").read_text())["state"] == "finished"
+    (start,) = json.loads((run_dir / "run.json").read_text())["starts"]
+    assert start["layout"] == "2x2" and start["world_size"] == 4
+    assert sorted(p.name for p in (run_dir / "logs").iterdir()) == [
+        f"rank-0000{rank}.log" for rank in range(4)
+    ]
+    assert [p.name for p in (run_dir / "checkpoints").iterdir()] == ["step-00000010"]
+
+
+def test_a_finished_run_says_so(straight, launched4):
+    run_dir, _ = straight
+    before = curve(run_dir)
+    text = train(launched4, run_dir, "--tp", 2, "--steps", 10, *EVALUATE)
+    assert "is finished: 10 of 10 steps" in text and "--steps" in text
+    assert curve(run_dir) == before
+
+
+@pytest.fixture(scope="module")
+def stopped_at_five(launched4, tmp_path_factory):
+    run_dir = tmp_path_factory.mktemp("stopped")
+    train(launched4, run_dir, "--tp", 2, "--steps", 5, "--lr-decay-steps", 10)
+    return run_dir
+
+
+def test_five_and_five_are_ten_bit_for_bit(straight, stopped_at_five, launched4, tmp_path):
+    run_dir = tmp_path / "run"
+    subprocess.run(["cp", "-r", stopped_at_five, run_dir], check=True)
+    train(launched4, run_dir, "--tp", 2, "--steps", 10)
+    assert curve(run_dir) == curve(straight[0])
+    found, expected = (
+        checkpoint_tensors(d / "checkpoints/step-00000010") for d in (run_dir, straight[0])
+    )
+    assert found.keys() == expected.keys() and len(found) == 21 * 4
+    assert all(torch.equal(found[name], expected[name]) for name in found)
+
+
+@pytest.fixture(scope="module")
+def float64_runs(launched1, launched4, tmp_path_factory):
+    """Ten steps on one process, and five at 2x2 to be continued; both in float64."""
+    base = tmp_path_factory.mktemp("float64")
+    train(launched1, base / "one", "--steps", 10, "--dtype", "float64")
+    flags = ["--tp", 2, "--steps", 5, "--lr-decay-steps", 10, "--dtype", "float64"]
+    train(launched4, base / "half", *flags, "--sequence-parallel", "on", "--batch-size", 2)
+    return base
+
+
+@pytest.mark.parametrize("layout", ["4x1", "1x4", "1x1", "2x1"])
+def test_resume_on_another_layout(layout, float64_runs, request, tmp_path):
+    dp, tp = map(int, layout.split("x"))
+    group = request.getfixturevalue(f"launched{dp * tp}")
+    run_dir = tmp_path / "run"
+    subprocess.run(["cp", "-r", float64_runs / "half", run_dir], check=True)
+    flags = ["--tp", tp, "--dtype", "float64"]
+    train(group, run_dir, *flags, "--steps", 10)
+    expected = curve(float64_runs / "one")
+    found = curve(run_dir)
+    assert [row[0] for row in found] == list(range(1, 11))
+    for row, other in zip(found, expected, strict=True):
+        assert row == pytest.approx(other, rel=1e-10)
+    # Ten steps on one process, and five at 2x2 and five here, end in the same weights and moments.
+    last = checkpoint_tensors(run_dir / "checkpoints/step-00000010")
+    one = checkpoint_tensors(float64_runs / "one/checkpoints/step-00000010")
+    assert last.keys() == one.keys()
+    for name in last:
+        gap = (last[name] - one[name]).double().norm() / one[name].double().norm()
+        assert gap < 1e-10, name
+
+
+def test_more_steps_keep_the_schedule(stopped_at_five, launched2, tmp_path):
+    """The decay was fixed by the first start; past its end the rate stays at the minimum."""
+    run_dir = tmp_path / "run"
+    subprocess.run(["cp", "-r", stopped_at_five, run_dir], check=True)
+    train(launched2, run_dir, "--tp", 2, "--steps", 12)
+    rates = [row["lr"] for row in rows(run_dir)]
+    assert rates[1] == 0.01 and rates[9:] == [pytest.approx(0.001)] * 3
+
+
+def test_evaluation_is_the_same_on_every_layout(straight, launched1, launched2, tmp_path):
+    """Every held-out token once, whatever the ranks and the batch size."""
+    expected = rows(straight[0], "eval.jsonl")
+    meta = json.loads(
+        next(Path(os.environ["PARALLEL_RECIPES_CACHE"]).glob("*/meta.json")).read_text()
+    )
+    assert expected[0]["eval_tokens"] == meta["eval_tokens"] - 1
+    for group, flags in ((launched1, ["--batch-size", 1]), (launched2, ["--zero", 2])):
+        run_dir = tmp_path / f"run{group.world_size}"
+        train(group, run_dir, "--steps", 10, *EVALUATE, *flags)
+        for row, other in zip(rows(run_dir, "eval.jsonl"), expected, strict=True):
+            assert row["eval_tokens"] == other["eval_tokens"]
+            assert row["eval_loss"] == pytest.approx(other["eval_loss"], rel=1e-5)
+
+
+@pytest.fixture(scope="module")
+def learned(launched2, tmp_path_factory):
+    """A hundred steps of the default recipe."""
+    run_dir = tmp_path_factory.mktemp("learned")
+    argv = ["--recipe", "debug", "--steps", "100", "--eval-every", "0", "--wandb", "disabled"]
+    launched2.run(run_main, [*argv, "--run-dir", str(run_dir), "--tp", "2"], free_port())
+    return run_dir
+
+
+def test_the_default_recipe_learns(learned):
+    """Below the unigram entropy of its text, from ln(V) at the start."""
+    first, last = rows(learned)[0], rows(learned)[-1]
+    assert first["loss"] == pytest.approx(math.log(257), rel=0.05)
+    data = next(
+        f for f in Path(os.environ["PARALLEL_RECIPES_CACHE"]).glob("*/train.bin")
+        if f.stat().st_size > 10**7
+    )  # fmt: skip
+    counts = np.bincount(np.fromfile(data, "<u2"))
+    shares = counts[counts > 0] / counts.sum()
+    assert last["step"] == 100 and last["loss"] < -(shares * np.log(shares)).sum()
+
+
+def command(*argv: str | int, launcher: list[str] | None = None, **options) -> subprocess.Popen:
+    words = launcher or []
+    return subprocess.Popen(
+        [sys.executable, *words, "train_llm.py", *map(str, argv)],
+        cwd=REPO,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        **options,
+    )
+
+
+def test_plain_python_stops_at_a_signal_and_goes_on(tmp_path):
+    """One process without a launcher: SIGTERM saves and exits 0, the same command finishes."""
+    argv = [*SMALL, "--run-dir", tmp_path, "--steps", 300, "--lr-decay-steps", 300]
+    process = command(*argv)
+    deadline = time.monotonic() + 90
+    while not (tmp_path / "metrics.jsonl").exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 0, err
+    done = rows(tmp_path)[-1]["step"]
+    assert 0 < done < 300 and f"stopped at step {done}" in out
+    status = json.loads((tmp_path / "status.json").read_text())
+    assert status["state"] == "stopped" and status["step"] == done
+
+    argv[argv.index("--steps") + 1] = done + 5
+    process = command(*argv)
+    out, err = process.communicate(timeout=90)
+    assert process.returncode == 0, err
+    assert f"resumed from {tmp_path}/checkpoints/step-{done:08d}" in out
+    assert [row["step"] for row in rows(tmp_path)] == list(range(1, done + 6))
+
+
+def test_a_loss_that_is_not_finite_stops_the_run(tmp_path):
+    """It names the step and the rank, exits 1, and leaves the last checkpoint as it was."""
+    argv = [*SMALL, "--run-dir", tmp_path, "--steps", 20, "--optimizer", "sgd", "--grad-clip", 0]
+    argv += ["--lr", "1e30", "--warmup-steps", 0, "--checkpoint-every", 1, "--log-every", 5]
+    process = command(*argv)
+    _, err = process.communicate(timeout=90)
+    assert process.returncode == 1
+    assert "Traceback" not in err
+    status = json.loads((tmp_path / "status.json").read_text())
+    assert status["state"] == "failed" and status["rank"] == 0
+    assert re.search(rf"step {status['step']}: the (loss|gradient) is not finite on rank 0", err)
+    saved = sorted((tmp_path / "checkpoints").iterdir())[-1]
+    assert int(saved.name[-8:]) == status["step"] - 1
+    assert all(tensor.isfinite().all() for tensor in checkpoint_tensors(saved).values())
+
+
+def test_torchrun(tmp_path):
+    """The real launcher, two processes; a rank that is killed ends the run, which then resumes."""
+    launcher = ["-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    argv = [*SMALL, "--tp", 2, "--run-dir", tmp_path, "--steps", 400, "--checkpoint-every", 5]
+    process = command(*argv, launcher=launcher)
+    deadline = time.monotonic() + 120
+    while not list(tmp_path.glob("checkpoints/step-*")) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    workers = subprocess.run(
+        ["pgrep", "-P", str(process.pid)], capture_output=True, text=True
+    ).stdout.split()
+    os.kill(int(workers[-1]), signal.SIGKILL)
+    process.communicate(timeout=60)
+    assert process.returncode == 1
+
+    last = int(sorted(tmp_path.glob("checkpoints/step-*"))[-1].name[-8:])
+    argv[argv.index("--steps") + 1] = last + 3
+    argv += ["--lr-decay-steps", "400"]
+    process = command(*argv, launcher=launcher)
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    assert f"finished at step {last + 3}" in out
+    assert [row["step"] for row in rows(tmp_path)] == list(range(1, last + 4))
+
+
+def test_print_plan():
+    process = command("--print-plan", "--tp", 4, "--world-size", 8)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 0, err
+    assert "layout 2x4, rank 0 of 8" in out
+    (line,) = [x for x in out.splitlines() if "layers.3.self_attn.o_proj" in x]
+    assert line.split() == [
+        "model.layers.3.self_attn.o_proj.weight", "(256,", "256)", "S(0)", "S(1)", "(128,", "64)",
+        "32,768",
+    ]  # fmt: skip
+    assert len([x for x in out.splitlines() if x.startswith("model.")]) == 4 * 9 + 2
