@@ -4,6 +4,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard
 
 from models.llama import Llama
 
@@ -26,8 +27,17 @@ def apply_fsdp(model: Llama, mesh: DeviceMesh, *, zero: int, dtype: torch.dtype)
         cast_forward_inputs=False,
     )
 
+    def placement(parameter: nn.Parameter) -> Shard | None:
+        return Shard(1) if _unevenly_cut_by_tp(parameter) else None
+
     def shard(unit: nn.Module | list[nn.Module], reshard_after_forward: bool) -> None:
-        fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward)
+        fully_shard(
+            unit,
+            mesh=mesh,
+            mp_policy=policy,
+            reshard_after_forward=reshard_after_forward,
+            shard_placement_fn=placement,
+        )
 
     for block in model.model.layers:
         shard(block, zero == 3)
@@ -44,6 +54,18 @@ def apply_fsdp(model: Llama, mesh: DeviceMesh, *, zero: int, dtype: torch.dtype)
         # Both settings act on one unit only.
         unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(True)
+
+
+def _unevenly_cut_by_tp(parameter: nn.Parameter) -> bool:
+    """Whether tp has cut dim 0 into parts of unequal size: an uneven vocabulary.
+
+    Cutting such a dim again over dp gives parts whose global offsets DTensor gets wrong, and with
+    them initialisation and checkpoints. These matrices are cut over dp along the other dim.
+    """
+    if not isinstance(parameter, DTensor):
+        return False
+    (tp,) = parameter.placements
+    return tp.is_shard(0) and parameter.shape[0] % parameter.device_mesh.size() != 0
 
 
 def fsdp_units(model: nn.Module) -> list[FSDPModule]:

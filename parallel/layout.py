@@ -133,14 +133,14 @@ def make_layout(
 
 
 def check_tensor_parallel(
-    model: LlamaConfig, tp: int, seq_len: int, sequence_parallel: bool
+    model: LlamaConfig, layout: Layout, seq_len: int, sequence_parallel: bool
 ) -> None:
-    """Check that the model can be cut over ``tp`` ranks. ``vocab_size`` may still be None.
+    """Check that the model can be cut over the tp ranks. ``vocab_size`` may still be None.
 
     Raises:
         LayoutError: naming the first field that does not fit.
     """
-    heads, kv_heads = model.num_attention_heads, model.kv_heads
+    tp, heads, kv_heads = layout.tp, model.num_attention_heads, model.kv_heads
     if heads % tp:
         raise LayoutError(
             f"--tp {tp} does not divide --num-attention-heads {heads}: use --tp {_divisors(heads)}"
@@ -161,8 +161,16 @@ def check_tensor_parallel(
             f"use --seq-len {-(-seq_len // tp) * tp} or --sequence-parallel off"
         )
     vocab = model.vocab_size
-    if vocab is not None and -(-vocab // tp) * (tp - 1) >= vocab:
+    if vocab is None or vocab % tp == 0:
+        return
+    if -(-vocab // tp) * (tp - 1) >= vocab:
         raise LayoutError(
             f"--vocab-size {vocab} leaves a rank of --tp {tp} without a row: "
             f"use --vocab-size {-(-vocab // tp) * tp} or a smaller --tp"
+        )
+    # What tp cuts unevenly by rows, dp cuts by columns.
+    if model.hidden_size % layout.dp:
+        raise LayoutError(
+            f"--vocab-size {vocab} is not a multiple of --tp {tp}, and --hidden-size "
+            f"{model.hidden_size} not one of dp {layout.dp}: use --vocab-size {-(-vocab // tp) * tp}"
         )

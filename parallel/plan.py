@@ -94,7 +94,7 @@ def collectives(
         add("loss", "tp", "all_reduce", "largest logit of each token", 1, tokens * reduced)
         add("loss", "tp", "all_reduce", "sum of exp, target logit", 1, 2 * tokens * reduced)
     if layout.dp > 1:
-        for unit, numel, gathers in _fsdp_units(model, layout.tp, zero):
+        for unit, numel, gathers in _fsdp_units(model, layout, zero):
             add(unit, "dp", "all_gather", "parameters", gathers, numel * size)
             add(unit, "dp", "reduce_scatter", "gradients", 1, numel * reduced)
     return found
@@ -124,19 +124,25 @@ def _tensor_parallel(model, layout, stream, size, sequence_parallel, add) -> Non
         add("block", "tp", "all_reduce", "gradient of a replicated k or v projection", 2, rows)
 
 
-def _fsdp_units(model: LlamaConfig, tp: int, zero: int) -> list[tuple[str, int, int]]:
-    """(unit, elements of one tp rank before sharding over dp, gathers per micro-batch)."""
-    d, f, head = model.hidden_size, model.intermediate_size, model.head_size
-    q, kv = model.num_attention_heads * head * d // tp, model.kv_heads * head * d
-    kv = kv // tp if model.kv_heads % tp == 0 else kv
-    block = 2 * q + 2 * kv + 3 * d * f // tp + 2 * d
-    table = -(-model.vocab_size // tp) * d
+def _fsdp_units(model: LlamaConfig, layout: Layout, zero: int) -> list[tuple[str, int, int]]:
+    """(unit, elements of a tp rank with FSDP2's padding, gathers per micro-batch)."""
+    tp, d, head = layout.tp, model.hidden_size, model.head_size
+
+    def padded(rows: int, columns: int = 1) -> int:
+        return -(-rows // layout.dp) * layout.dp * columns
+
+    q, f = model.num_attention_heads * head // tp, model.intermediate_size // tp
+    kv = model.kv_heads * head // (tp if model.kv_heads % tp == 0 else 1)
+    matrices = padded(q, d) + 2 * padded(kv, d) + padded(d, q) + 2 * padded(f, d) + padded(d, f)
+    block = matrices + 2 * padded(d)
+    rows = -(-model.vocab_size // tp)
+    # An uneven vocabulary is cut over dp by columns.
+    table = padded(rows, d) if model.vocab_size % tp == 0 else rows * d
     again = 2 if zero == 3 else 1
-    units = [("block", block, again)]
     if model.tie_word_embeddings:
-        return [*units, ("embedding, norm and head", table + d, 1)]
+        return [("block", block, again), ("embedding, norm and head", table + padded(d), 1)]
     # The backward of the embedding does not need the table; the head is kept for its backward.
-    return [*units, ("embedding", table, 1), ("head", table + d, 1)]
+    return [("block", block, again), ("embedding", table, 1), ("head", table + padded(d), 1)]
 
 
 def format_plan(

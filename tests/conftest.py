@@ -27,6 +27,7 @@ ranks8 = _group("ranks8", 8)
 launched1 = _group("launched1", 1, process_group=False)
 launched2 = _group("launched2", 2, process_group=False)
 launched4 = _group("launched4", 4, process_group=False)
+launched8 = _group("launched8", 8, process_group=False)
 
 
 @pytest.fixture(scope="session", autouse=True)

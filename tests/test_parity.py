@@ -13,6 +13,8 @@ CASES = [
     (8, 4, {"sp": True}, {}),
     (8, 2, {"micro_batches": 2, "zero": 2}, {}),
     (8, 1, {}, {}),
+    (8, 2, {"sp": True}, {"vocab_size": 67}),
+    (8, 2, {"zero": 2}, {"vocab_size": 65, "tie_word_embeddings": True}),
     (8, 8, {"sp": True}, {"tie_word_embeddings": True, "vocab_size": 67}),
     (8, 4, {"micro_batches": 4}, {"mask": "uneven", "vocab_size": 65}),
     (4, 2, {}, {}),

@@ -99,7 +99,7 @@ def float64_runs(launched1, launched4, tmp_path_factory):
     return base
 
 
-@pytest.mark.parametrize("layout", ["4x1", "1x4", "1x1", "2x1"])
+@pytest.mark.parametrize("layout", ["4x1", "1x4", "1x1", "2x1", "4x2"])
 def test_resume_on_another_layout(layout, float64_runs, request, tmp_path):
     dp, tp = map(int, layout.split("x"))
     group = request.getfixturevalue(f"launched{dp * tp}")

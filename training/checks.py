@@ -40,7 +40,7 @@ def check(config: Config, launch: Launch) -> Layout:
         batch_size=step.batch_size,
     )
     sequence_parallel = config.layout.sequence_parallel == "on"
-    check_tensor_parallel(config.model, layout.tp, step.seq_len, sequence_parallel)
+    check_tensor_parallel(config.model, layout, step.seq_len, sequence_parallel)
 
     decay_steps = optimizer.lr_decay_steps or step.steps
     if optimizer.warmup_steps > decay_steps:

@@ -55,7 +55,7 @@ def resolve_vocabulary(config: Config, layout: Layout, tokenizer: Tokenizer) -> 
             f"--vocab-size {model.vocab_size} has no row for token {tokenizer.vocab_size - 1} of "
             f"--tokenizer {tokenizer.name}: use --vocab-size {tokenizer.vocab_size} or more"
         )
-    check_tensor_parallel(model, layout.tp, config.step.seq_len, sequence_parallel=False)
+    check_tensor_parallel(model, layout, config.step.seq_len, sequence_parallel=False)
 
 
 def from_leader(ranks: Ranks, key: str, leader: int, make: Callable[[], dict]) -> dict:
@@ -252,7 +252,9 @@ def reporting(
             for line in describe(config, layout, ranks, checkpoint):
                 reporter.message(line)
         yield reporter
-    except Exception as error:
+    except BaseException as error:  # DCP's own exception is not an Exception
+        if isinstance(error, SystemExit | KeyboardInterrupt):
+            raise
         _fail(error, run, ranks, progress)
         if reporter:
             reporter.close(exit_code=1)
@@ -261,7 +263,7 @@ def reporting(
         os._exit(1)
 
 
-def _fail(error: Exception, run: RunDir, ranks: Ranks, progress: Progress) -> None:
+def _fail(error: BaseException, run: RunDir, ranks: Ranks, progress: Progress) -> None:
     known = isinstance(error, NonFiniteError)
     step = error.step if known else progress.step + 1
     rank = error.ranks[0] if known else ranks.rank
