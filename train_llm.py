@@ -55,7 +55,7 @@ def main() -> None:
 
         # From here on a signal means: finish the step, save, and leave.
         stop = []
-        for name in (signal.SIGTERM, signal.SIGUSR1):
+        for name in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
             signal.signal(name, lambda number, _: stop.append(number))
         outcome = train(
             model,
