@@ -172,5 +172,6 @@ def check_tensor_parallel(
     if model.hidden_size % layout.dp:
         raise LayoutError(
             f"--vocab-size {vocab} is not a multiple of --tp {tp}, and --hidden-size "
-            f"{model.hidden_size} not one of dp {layout.dp}: use --vocab-size {-(-vocab // tp) * tp}"
+            f"{model.hidden_size} not one of dp {layout.dp}: "
+            f"use --vocab-size {-(-vocab // tp) * tp}"
         )

@@ -106,6 +106,11 @@ def test_a_zero_that_is_accepted_is_documented(flag):
 
 H12 = "--hidden-size 96 --num-attention-heads 12"
 ROWS = {
+    "vocab-uneven-over-tp-and-dp": (
+        "--tp 2 --vocab-size 257 --global-batch-size 6",
+        world(6),
+        ["--vocab-size 257", "--tp 2", "--hidden-size 256", "dp 3", "--vocab-size 258"],
+    ),
     "tp-processes": ("--tp 2", world(3), ["--tp 2", "3 processes", "--tp 1 or 3"]),
     "tp-one-process": ("--tp 4", {}, ["--tp 4", "1 processes", "multiple of 4"]),
     "heads": (
