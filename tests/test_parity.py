@@ -1,6 +1,7 @@
 """A layout is only a layout: loss, gradient norm, every gradient and the weights after 5 SGD steps
 equal those of one process, whatever the layout and the micro-batches."""
 
+import numpy as np
 import pytest
 
 from tests.toy import deviation, train_toy
@@ -60,7 +61,18 @@ def test_float64(case, reference, request):
     assert deviation(found, reference(**shared)) < FLOAT64
 
 
-@pytest.mark.parametrize(("processes", "tp", "sp"), [(8, 4, True), (4, 2, False), (4, 4, True)])
+@pytest.mark.parametrize(
+    ("processes", "tp", "sp"),
+    [
+        (8, 8, True),
+        (8, 4, True),
+        (8, 2, False),
+        (8, 1, False),
+        (4, 4, True),
+        (4, 2, False),
+        (4, 1, False),
+    ],
+)
 def test_float32(processes, tp, sp, reference, request):
     group = request.getfixturevalue(f"ranks{processes}")
     found = group.run(train_toy, tp, sp=sp, dtype="float32")[0]
@@ -69,6 +81,21 @@ def test_float32(processes, tp, sp, reference, request):
         assert found[key] == pytest.approx(expected[key], rel=FLOAT32)
     # The weights of both dtypes are the same numbers at step 0.
     assert found["loss"][0] == pytest.approx(reference()["loss"][0], rel=1e-6)
+
+
+def test_bfloat16(reference, ranks4):
+    """Computed in bfloat16, stored and updated in float32: roughly the curve of float32."""
+    found = ranks4.run(train_toy, 2, sp=True, dtype="bfloat16")[0]
+    expected = reference(dtype="float32")
+    assert found["loss"] == pytest.approx(expected["loss"], rel=5e-3)
+    assert found["grad_norm"] == pytest.approx(expected["grad_norm"], rel=5e-2)
+    assert found["loss"] != expected["loss"]
+    assert {w.dtype for w in found["weights"].values()} == {np.dtype("float32")}
+    small = ranks4.run(train_toy, 2, dtype="bfloat16", optimizer={"lr": 1e-4, "weight_decay": 0})[0]
+    start = ranks4.run(train_toy, 2, dtype="bfloat16", steps=0)[0]
+    # Updates far below the resolution of bfloat16 are kept.
+    for name, weight in small["weights"].items():
+        assert 0 < np.linalg.norm(weight - start["weights"][name]) < 1e-3
 
 
 def test_masks_matter(reference):

@@ -304,7 +304,7 @@ def train(
                 reporter.log(record)
             fault.check(ranks, faulty_step)
             meter.restart()
-        if _due(step, config.data.eval_every) and len(data.eval):
+        if _due(step, config.data.eval_every) and data.eval.len_with_tail:
             with meter.pause():
                 found = evaluate(model, data, config, layout, ranks)
                 if reporter:

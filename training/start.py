@@ -288,6 +288,7 @@ def finish(outcome: str, run: RunDir, progress: Progress, ranks: Ranks, reporter
                 f"median {speed:,.0f} tokens/s, peak memory {memory:,.0f} MiB per rank"
             )
         print(f"run directory: {run.path}", flush=True)
+        run.unlock()
     rank_logger(run, ranks.rank).info("%s at step %d", outcome, progress.step)
     dist.barrier(ranks.control)
     dist.destroy_process_group()
