@@ -55,7 +55,7 @@ def test_what_a_run_prints_and_leaves(straight):
     assert [r["step"] for r in rows(run_dir, "eval.jsonl")] == [5, 10]
     assert json.loads((run_dir / "status.json").read_text())["state"] == "finished"
     (start,) = json.loads((run_dir / "run.json").read_text())["starts"]
-    assert start["layout"] == "2x2" and start["world_size"] == 4
+    assert start["layout"] == "2x2" and start["world_size"] == 4 and len(start["hosts"]) == 1
     assert sorted(p.name for p in (run_dir / "logs").iterdir()) == [
         f"rank-0000{rank}.log" for rank in range(4)
     ]

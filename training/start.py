@@ -90,7 +90,8 @@ def open_run(config: Config, layout: Layout, ranks: Ranks) -> tuple[RunDir, Path
     Raises:
         ConfigError: if another job holds the directory or it is not writable.
     """
-    run = RunDir(config.run_dir)
+    run, hosts = RunDir(config.run_dir), [""] * layout.world_size
+    dist.all_gather_object(hosts, socket.gethostname(), group=ranks.control)
 
     def take() -> dict:
         run.lock()
@@ -101,7 +102,7 @@ def open_run(config: Config, layout: Layout, ranks: Ranks) -> tuple[RunDir, Path
             write_atomic(run.config_toml, to_toml(config))
         run.cut_metrics(read_checkpoint_state(checkpoint)["step"] if checkpoint else 0)
         run.write_status("running")
-        run.record_start(_start_record(layout, ranks))
+        run.record_start(_start_record(layout, ranks, sorted(set(hosts))))
         return {"checkpoint": checkpoint and checkpoint.name}
 
     name = from_leader(ranks, "run", 0, take)["checkpoint"]
@@ -109,21 +110,25 @@ def open_run(config: Config, layout: Layout, ranks: Ranks) -> tuple[RunDir, Path
     return run, name and run.checkpoints / name
 
 
-def _start_record(layout: Layout, ranks: Ranks) -> dict:
-    git = subprocess.run(
-        ["git", "-C", Path(__file__).parent, "rev-parse", "HEAD"], capture_output=True, text=True
-    )
+def _git_commit() -> str | None:
+    with contextlib.suppress(OSError, subprocess.CalledProcessError):
+        here = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
+        return subprocess.run(here, capture_output=True, text=True, check=True).stdout.strip()
+    return None
+
+
+def _start_record(layout: Layout, ranks: Ranks, hosts: list[str]) -> dict:
     return {
         "time": time.time(),
         "layout": layout.name,
         "world_size": layout.world_size,
         "device": torch.cuda.get_device_name() if ranks.device.type == "cuda" else "cpu",
-        "host": socket.gethostname(),
+        "hosts": hosts,
         "python": platform.python_version(),
         "versions": {
             name: version(name) for name in ("torch", "numpy", "datasets", "transformers")
         },
-        "git_commit": git.stdout.strip() or None,
+        "git_commit": _git_commit(),
         "command": sys.argv,
     }
 
