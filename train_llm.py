@@ -24,6 +24,7 @@ def main() -> None:
     from parallel.mesh import init_ranks
     from training import start
     from training.checkpoint import Progress, load_checkpoint, save_checkpoint
+    from training.fingerprint import Fingerprints
     from training.loop import train
     from training.metrics import Meter
     from training.optimizer import ShardedOptimizer
@@ -53,6 +54,17 @@ def main() -> None:
         if checkpoint:
             load_checkpoint(checkpoint, model, optimizer, progress, ranks)
 
+        fingerprints = None
+        if config.run.fingerprint_steps:
+            fingerprints = Fingerprints(
+                model,
+                optimizer,
+                layout,
+                ranks,
+                run.fingerprints_jsonl,
+                config.run.fingerprint_steps,
+            )
+
         # From here on a signal means: finish the step, save, and leave.
         stop = []
         for name in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
@@ -67,6 +79,7 @@ def main() -> None:
             ranks,
             reporter=reporter,
             meter=meter,
+            fingerprints=fingerprints,
             save=lambda: save_checkpoint(
                 run.checkpoints,
                 model,

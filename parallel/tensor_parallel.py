@@ -74,7 +74,9 @@ class _Style(ParallelStyle):
     """What the styles share: how the weight is placed, and what the module's output is.
 
     Sets on the module ``grad_placements`` (what the local gradient of the weight means) and
-    ``output_placement`` (how the ranks' outputs form the global one).
+    ``output_placement`` (how the ranks' outputs form the global one); where that is a shard of the
+    last dim, ``output_start`` is the global index of this rank's first column, and
+    ``output_counts`` is False if another rank has the same columns.
     """
 
     def __init__(self, sequence_parallel: bool):
@@ -130,6 +132,7 @@ class ColumnParallel(_Style):
 
     def _apply(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
         self._place(module, mesh, weight=Shard(0), output=Shard(2))
+        module.output_start = rows_of(module.out_features, *_at(mesh)).start
         if self.head:
             self._enter(module, mesh)
         return module
@@ -148,11 +151,13 @@ class KeyValueParallel(_Style):
 
     def _apply(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
         if self.kv_heads % mesh.size() == 0:
-            self._place(module, mesh, weight=Shard(0), output=Shard(2))
-            return module
+            return ColumnParallel(self.sequence_parallel)._apply(module, mesh)
         self._place(module, mesh, weight=Replicate(), output=Shard(2), grad=Partial())
-        first = mesh.get_local_rank() * self.kv_heads // mesh.size() * self.head_size
+        tp, tp_rank = _at(mesh)
+        first = tp_rank * self.kv_heads // tp * self.head_size
         module.local_rows = slice(first, first + self.head_size)
+        module.output_start = first
+        module.output_counts = tp_rank % (tp // self.kv_heads) == 0
         return module
 
 
@@ -169,9 +174,7 @@ class VocabParallelEmbedding(_Style):
     """A token embedding cut by vocabulary rows; its output is summed as it leaves."""
 
     def _apply(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
-        module.vocab_start = vocab_rows(
-            module.num_embeddings, mesh.size(), mesh.get_local_rank()
-        ).start
+        module.vocab_start = rows_of(module.num_embeddings, *_at(mesh)).start
         self._place(module, mesh, weight=Shard(0), output=self._stream)
         self._leave(module, mesh)
         return module
@@ -190,11 +193,15 @@ class Norm(_Style):
         return module
 
 
-def vocab_rows(vocab_size: int, tp: int, tp_rank: int) -> slice:
-    """Vocabulary rows of a tp rank: ``ceil(V / tp)`` each, the last ones what remains."""
-    per_rank = -(-vocab_size // tp)
+def _at(mesh: DeviceMesh) -> tuple[int, int]:
+    return mesh.size(), mesh.get_local_rank()
+
+
+def rows_of(rows: int, tp: int, tp_rank: int) -> slice:
+    """Rows of a tp rank as ``Shard(0)`` cuts: ``ceil(rows / tp)`` each, the last what is left."""
+    per_rank = -(-rows // tp)
     first = tp_rank * per_rank
-    return slice(first, min(first + per_rank, vocab_size))
+    return slice(first, min(first + per_rank, rows))
 
 
 def tensor_parallel_plan(config: LlamaConfig, sequence_parallel: bool) -> dict[str, ParallelStyle]:

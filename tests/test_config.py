@@ -314,7 +314,7 @@ IDENTITY = {
     "--rope-scaling": (json.dumps(SCALING), "{'rope_type': 'llama3'", "None"),
     "--rms-norm-eps": ("1e-6", "1e-06", "1e-05"),
     "--tie-word-embeddings": (None, "True", "False"),
-    "--seq-len": ("128", "128", "256"),
+    "--seq-len": ("256", "256", "128"),
     "--seed": ("1", "1", "0"),
     "--global-batch-size": ("16", "16", "8"),
     "--dtype": ("float64", "float64", "float32"),

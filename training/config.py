@@ -164,6 +164,11 @@ class RunSection(Section):
         600.0, description="Seconds until a stuck collective is an error."
     )
     log_every: PositiveInt = Field(10, description="Steps between logged steps.")
+    fingerprint_steps: NonNegativeInt = Field(
+        0,
+        description="First steps whose tokens, weights, activations, gradients are fingerprinted "
+        "for recipes.compare_layouts; 0 turns it off.",
+    )
     wandb: Literal["auto", "online", "offline", "disabled"] = Field(
         "auto",
         description="auto: online where an API key is configured, else offline. Never prompts.",

@@ -11,10 +11,11 @@ from torch import Tensor, nn
 from parallel.data_parallel import reshard
 from parallel.layout import Layout
 from parallel.mesh import Ranks
-from parallel.tensor_parallel import vocab_rows
+from parallel.tensor_parallel import rows_of
 from training.checkpoint import Progress
 from training.config import Config
 from training.data import TokenData, eval_batches, prefetch, train_batch
+from training.fingerprint import Fingerprints
 from training.loss import IGNORE_INDEX, cross_entropy_sum
 from training.metrics import Meter
 from training.optimizer import ShardedOptimizer, lr_at
@@ -37,7 +38,7 @@ class NonFiniteError(RuntimeError):
 
 def batch_loss(model: nn.Module, inputs: Tensor, targets: Tensor, ranks: Ranks) -> Tensor:
     """Summed loss in nats of one micro-batch [B, S]; equal on all tp ranks."""
-    rows = vocab_rows(model.config.vocab_size, ranks.tp, ranks.tp_rank)
+    rows = rows_of(model.config.vocab_size, ranks.tp, ranks.tp_rank)
     logits = model(inputs)
     return cross_entropy_sum(logits, targets, vocab_start=rows.start, tp_group=ranks.tp_group)
 
@@ -117,6 +118,7 @@ def optimizer_step(
     step: int,
     fault: FaultFlag,
     while_reducing: Callable[[], None] = lambda: None,
+    fingerprints: Fingerprints | None = None,
 ) -> StepResult:
     """Forward, backward, global norm, clip, update. The host never waits for the device here.
 
@@ -128,6 +130,8 @@ def optimizer_step(
     """
     share = forward_backward(model, batch, target_tokens, ranks)
     while_reducing()
+    if fingerprints:
+        fingerprints.gradients()
     local = optimizer.local_sums(share)
     sums = local.clone()
     if ranks.tp_rank != 0:
@@ -140,6 +144,8 @@ def optimizer_step(
         optimizer.clip(norm, grad_clip)
     optimizer.step(lr, skip)
     optimizer.zero_grad()
+    if fingerprints:
+        fingerprints.end(sums[1], norm)
     return StepResult(loss=sums[1], grad_norm=norm)
 
 
@@ -244,6 +250,7 @@ def train(
     ranks: Ranks,
     *,
     meter: Meter,
+    fingerprints: Fingerprints | None = None,
     reporter: Reporter | None,
     save: Callable[[], object],
     stop_requested: Callable[[], bool],
@@ -252,6 +259,7 @@ def train(
 
     Args:
         meter: times the steps.
+        fingerprints: records the first steps of the run for a comparison.
         reporter: receives the metrics; None on all ranks but the first.
         save: writes a checkpoint, collectively.
         stop_requested: whether this rank was asked to stop; all ranks stop at the same step.
@@ -275,10 +283,12 @@ def train(
             break
         lr, result = lr_at(config.optimizer, decay_steps, step), None
         if target_tokens:
+            if fingerprints:
+                fingerprints.begin(step, batch)
             result = optimizer_step(
                 model, optimizer, batch, target_tokens, ranks,
                 lr=lr, grad_clip=config.optimizer.grad_clip, step=step, fault=fault,
-                while_reducing=batches.fetch,
+                while_reducing=batches.fetch, fingerprints=fingerprints,
             )  # fmt: skip
         else:
             # All ranks know it from the agreed count, so no collective is left waiting.

@@ -32,9 +32,9 @@ DEVICE_PEAK_FLOPS: dict[str, float] = {
 def peak_flops(device_name: str, dtype: str) -> float | None:
     """Peak FLOP/s of a device of ``torch.cuda.get_device_name``; None where it is not known.
 
-    Only bfloat16 is known. A part of a device (MIG) or a cut version (Laptop, Max-Q, D) is not.
+    Only bfloat16 is known, and only for whole devices, not for a part of one (MIG).
     """
-    if dtype != "bfloat16" or re.search(r"\b(MIG|Laptop|Max-Q|D)\b", device_name):
+    if dtype != "bfloat16" or re.search(r"\bMIG\b", device_name):
         return None
     for word in sorted(DEVICE_PEAK_FLOPS, key=len, reverse=True):
         # Whole words: an RTX A1000 is not an A100.

@@ -25,7 +25,7 @@ class ShardedOptimizer:
 
     def __init__(self, model: nn.Module, config: OptimizerSection):
         self.names, self.parameters = zip(*model.named_parameters(), strict=True)
-        self._counted = [_counts_here(p) for p in self.parameters]
+        self._counted = [counts_here(p) for p in self.parameters]
         self.shards = [nn.Parameter(_local(p.detach())) for p in self.parameters]
         matrices = [s for s in self.shards if s.ndim > 1]
         vectors = [s for s in self.shards if s.ndim == 1]
@@ -110,7 +110,7 @@ class ShardedOptimizer:
         return found
 
 
-def _counts_here(p: Tensor) -> bool:
+def counts_here(p: Tensor) -> bool:
     """Whether this rank's part of a parameter counts in a sum over all ranks.
 
     Of ranks that hold the same part, only the first in each dim of replication does.

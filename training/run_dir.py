@@ -90,6 +90,7 @@ class RunDir:
         self.status_json = self.path / "status.json"
         self.metrics_jsonl = self.path / "metrics.jsonl"
         self.eval_jsonl = self.path / "eval.jsonl"
+        self.fingerprints_jsonl = self.path / "fingerprints.jsonl"
         self.checkpoints = self.path / "checkpoints"
         self._failed_marker = self.path / ".failed"
         self._lock_fd: int | None = None
@@ -228,7 +229,7 @@ class RunDir:
 
         Rank 0 calls this on a resume: the steps after the checkpoint are about to be done again.
         """
-        for path in (self.metrics_jsonl, self.eval_jsonl):
+        for path in (self.metrics_jsonl, self.eval_jsonl, self.fingerprints_jsonl):
             if not path.exists():
                 continue
             old = path.read_bytes()

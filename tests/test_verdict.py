@@ -1,0 +1,227 @@
+"""Planted faults: the verdict is a bug, and names the module or quantity that is wrong."""
+
+import contextlib
+import json
+import sys
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from torch.distributed.tensor import Replicate
+
+import parallel.data_parallel
+import parallel.tensor_parallel
+import training.loop
+import training.optimizer
+from recipes.verdict import judge, rounding_bound
+from tests.launch import SMALL, run_main
+from tests.ranks import free_port
+from training.data import train_batch
+from training.loss import IGNORE_INDEX
+
+FLAGS = "--steps 3 --fingerprint-steps 3 --dtype float64 --warmup-steps 0".split()  # noqa: SIM905
+
+
+def uneven_masks():
+    """Not a fault: masks that leave the second half of a batch fewer targets, on any layout."""
+
+    def masked(data, step, **options):
+        batch = train_batch(data, step, **options)
+        share = options["global_batch_size"] // options["dp"]
+        for k, (_, targets) in enumerate(batch):
+            first = options["dp_rank"] * share + k * options["batch_size"]
+            for row in range(len(targets)):
+                if first + row >= options["global_batch_size"] // 2:
+                    targets[row, 3:] = IGNORE_INDEX
+        return batch
+
+    return mock.patch("training.loop.train_batch", masked)
+
+
+def norm_gradient_not_reduced():
+    original = parallel.tensor_parallel.Norm._place
+
+    def place(self, *args, **kwargs):
+        kwargs["grad"] = Replicate()
+        original(self, *args, **kwargs)
+
+    return mock.patch.object(parallel.tensor_parallel.Norm, "_place", place)
+
+
+def loss_averaged_over_ranks():
+    """Each dp rank divides by its own targets, and the ranks' means are averaged."""
+
+    def averaged(model, batch, target_tokens, ranks):
+        mine = sum(int((targets != IGNORE_INDEX).sum()) for _, targets in batch)
+        return original(model, batch, mine * ranks.mesh.shape[0], ranks)
+
+    original = training.loop.forward_backward
+    return mock.patch("training.loop.forward_backward", averaged)
+
+
+def layer_from_the_ranks_own_rng():
+    def init(model, seed):
+        original(model, seed)
+        weight = model.model.layers[1].mlp.up_proj.weight
+        torch.manual_seed(torch.distributed.get_rank())
+        with torch.no_grad():
+            weight.to_local().normal_(std=0.1)
+
+    import models.initialization
+
+    original = models.initialization.init_weights
+    return mock.patch("models.initialization.init_weights", init)
+
+
+def sampler_seeded_by_rank():
+    def shuffled(data, step, *, seed, **options):
+        rank = torch.distributed.get_rank()
+        return train_batch(data, step, seed=seed + rank, **options)
+
+    return mock.patch("training.loop.train_batch", shuffled)
+
+
+def replicas_counted_tp_times():
+    return mock.patch("training.optimizer.counts_here", lambda p: True)
+
+
+def key_and_value_swapped():
+    """On the last tp rank of each dp rank, in the second block."""
+    import models.llama
+
+    original = models.llama.Llama.forward
+
+    def forward(self, tokens):
+        attention = self.model.layers[1].self_attn
+        rank = torch.distributed.get_rank()
+        if rank % 2 == 1 and not getattr(self, "swapped", False):
+            self.swapped = True
+            k, v = attention.k_proj, attention.v_proj
+            k.register_forward_hook(lambda m, x, y: torch.nn.functional.linear(x[0], local(v)))
+            v.register_forward_hook(lambda m, x, y: torch.nn.functional.linear(x[0], local(k)))
+            # The hooks that record come after those that are planted here.
+            for module in (k, v):
+                hooks = module._forward_hooks
+                hooks.move_to_end(next(reversed(hooks)), last=False)
+        return original(self, tokens)
+
+    local = models.llama.local_weight
+    return mock.patch.object(models.llama.Llama, "forward", forward)
+
+
+def division_off_on_the_root_only():
+    original = parallel.data_parallel.fsdp_units
+
+    def root_only(model):
+        return original(model)[:1]
+
+    return mock.patch("parallel.data_parallel.fsdp_units", root_only)
+
+
+# name: (fault, flags of the run, is the batch masked unevenly, what the finding must hold)
+FAULTS = {
+    "norm": (
+        norm_gradient_not_reduced,
+        ["--sequence-parallel", "on"],
+        False,
+        "step 1, gradients: model.layers.0.input_layernorm.weight is",
+    ),
+    "loss": (loss_averaged_over_ranks, [], True, "step 1, loss is"),
+    "init": (
+        layer_from_the_ranks_own_rng,
+        [],
+        False,
+        "step 1, weights: model.layers.1.mlp.up_proj.weight is",
+    ),
+    "sampler": (sampler_seeded_by_rank, [], False, "step 1, tokens: inputs is"),
+    "grad_norm": (
+        replicas_counted_tp_times,
+        ["--sequence-parallel", "on"],
+        False,
+        "step 1, grad_norm is",
+    ),
+    "swap": (
+        key_and_value_swapped,
+        [],
+        False,
+        "step 1, activations: model.layers.1.self_attn.k_proj is",
+    ),
+    "division": (
+        division_off_on_the_root_only,
+        [],
+        False,
+        "step 1, gradients: model.embed_tokens.weight is",
+    ),
+}
+
+
+def run_with(fault, masked: bool, argv: list[str], port: int):
+    """Run train_llm.main() with a fault planted in this rank."""
+    with contextlib.ExitStack() as patches:
+        if masked:
+            patches.enter_context(uneven_masks())
+        if fault:
+            patches.enter_context(fault())
+        return run_main(argv, port)
+
+
+def record(group, run_dir, *flags, fault=None, masked=False):
+    argv = [*SMALL, *FLAGS, "--run-dir", str(run_dir), *map(str, flags)]
+    results = group.run(run_with, fault, masked, argv, free_port())
+    assert {code for code, _ in results} == {0}
+    return run_dir
+
+
+@pytest.fixture(scope="module")
+def references(launched1, tmp_path_factory):
+    base = tmp_path_factory.mktemp("references")
+    return {
+        masked: record(launched1, base / str(masked), masked=masked) for masked in (False, True)
+    }
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_planted_fault(name, references, launched4, tmp_path):
+    fault, flags, masked, expected = FAULTS[name]
+    run = record(launched4, tmp_path / "2x2", "--tp", 2, *flags, fault=fault, masked=masked)
+    (verdict,) = judge(references[masked], {"2x2": run})
+    assert verdict.finding and verdict.finding.startswith(expected), verdict.finding
+    assert "in the reference" in verdict.finding
+
+
+@pytest.mark.parametrize(
+    ("tp", "masked", "flags"),
+    [
+        (2, False, ["--sequence-parallel", "on"]),
+        (2, True, ["--batch-size", 2]),
+        (1, True, ["--zero", 2]),
+        (4, False, ["--sequence-parallel", "on", "--batch-size", 4]),
+        (4, True, []),
+    ],
+)
+def test_rounding_is_no_bug(tp, masked, flags, references, launched4, tmp_path):
+    run = record(launched4, tmp_path / "run", "--tp", tp, *flags, masked=masked)
+    (verdict,) = judge(references[masked], {"run": run})
+    assert verdict.finding is None and verdict.deviation < 1e-12
+
+
+def test_a_difference_outside_the_fingerprints_is_found(references, tmp_path):
+    run = tmp_path / "run"
+    run.mkdir()
+    for file in ("metrics.jsonl", "fingerprints.jsonl"):
+        (run / file).write_bytes((references[False] / file).read_bytes())
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    rows[2]["grad_norm"] *= 1 + 1e-9
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (verdict,) = judge(references[False], {"run": run})
+    assert verdict.deviation == pytest.approx(1e-9, rel=1e-3)
+    assert verdict.finding.startswith("step 3, grad_norm is")
+
+
+def test_rounding_bound():
+    assert rounding_bound("float32", np.array([1, 20]))[1] == pytest.approx(416 * 2**-24)
+    assert (
+        rounding_bound("bfloat16", 1) > rounding_bound("float32", 1) > rounding_bound("float64", 1)
+    )
+    assert "torch" in sys.modules

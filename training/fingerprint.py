@@ -1,0 +1,182 @@
+"""Fingerprints of a training step: numbers that are equal on every layout, or name what is not.
+
+A fingerprint of a tensor is a pair: its projection on a fixed pseudo-random direction, and its
+squared norm, both in float64. Each rank sums over the part it holds, weighted by global index, and
+one all-reduce adds the parts up: nothing is gathered. Which part a rank holds follows from a
+parameter's placements, and for an activation from what its tensor-parallel style declares on the
+module (``output_placement``, ``output_start``, ``output_counts``).
+"""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from parallel.layout import Layout
+from parallel.mesh import Ranks
+from training.optimizer import ShardedOptimizer, counts_here
+
+# In the order in which a step goes through them: the first that differs is where a fault is.
+RUNGS = ("tokens", "weights", "activations", "loss", "gradients", "grad_norm", "new_weights")
+
+
+def _hash(start: int, length: int, salt: int, device: torch.device) -> Tensor:
+    """Pseudo-random int64 of each index from ``start``, the same on every device."""
+    x = torch.arange(start, start + length, dtype=torch.int64, device=device)
+    for multiplier in (0x1E3779B97F4A7C15, 0x3F58476D1CE4E5B9):
+        x = (x + salt) * multiplier
+        x = x ^ (x >> 31)
+    return x
+
+
+def _direction(start: int, length: int, dim: int, device: torch.device) -> Tensor:
+    """Weights in [-1, 1) of the indices of one dim, float64."""
+    return (_hash(start, length, dim + 1, device) >> 11).double() / 2**52
+
+
+def project(x: Tensor, start: tuple[int, ...]) -> Tensor:
+    """[projection, squared norm] of this part of a tensor, float64.
+
+    Args:
+        start: global index of the first element in each dim.
+    """
+    x = x.detach().double()
+    norm = x.square().sum()
+    for dim in reversed(range(x.ndim)):
+        x = x @ _direction(start[dim], x.shape[dim], dim, x.device)
+    return torch.stack((x, norm))
+
+
+def project_parameter(p: Tensor) -> Tensor:
+    """[projection, squared norm] of this rank's part of a parameter, or zeros for a replica."""
+    if not isinstance(p, DTensor):
+        return project(p, (0,) * p.ndim)
+    local = p.detach()._local_tensor
+    if not counts_here(p) or not local.numel():
+        return torch.zeros(2, dtype=torch.float64, device=local.device)
+    _, start = compute_local_shape_and_global_offset(p.shape, p.device_mesh, p.placements)
+    return project(local, start)
+
+
+class Fingerprints:
+    """Records the first steps of a run in ``fingerprints.jsonl``: an object per step and rung.
+
+    Every method is called on all ranks; :meth:`end` is the only one that communicates.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: ShardedOptimizer,
+        layout: Layout,
+        ranks: Ranks,
+        path: Path,
+        steps: int,
+    ):
+        """``steps``: optimizer steps from the start of the run that are recorded."""
+        self._optimizer, self._layout, self._ranks = optimizer, layout, ranks
+        self._path, self.steps = path, steps
+        self._step, self._micro_batch = None, 0
+        self._rungs: dict[str, dict[str, Tensor]] = {}
+        model.register_forward_pre_hook(self._next_micro_batch)
+        for name, module in model.named_modules():
+            if not list(module.children()):
+                module.register_forward_hook(self._activation_hook(name))
+
+    def begin(self, step: int, batch: list[tuple[Tensor, Tensor]]) -> None:
+        """Start recording step ``step`` (1-based) if it is one of the first."""
+        self._step = step if step <= self.steps else None
+        if self._step is None:
+            return
+        self._micro_batch = -1
+        self._rungs = {rung: {} for rung in RUNGS}
+        self._tokens(batch)
+        if step == 1:
+            self._parameters("weights", lambda p: p)
+
+    def gradients(self) -> None:
+        """Record the gradients, once the backward is done and before clipping."""
+        if self._step is not None:
+            self._parameters("gradients", lambda p: p.grad)
+
+    def end(self, loss: Tensor, grad_norm: Tensor) -> None:
+        """Record the rest, add up over the ranks, and write."""
+        if self._step is None:
+            return
+        first = torch.zeros(2, dtype=torch.float64, device=loss.device)
+        mine = float(self._ranks.rank == 0)
+        self._rungs["loss"] = {"loss": first + loss * mine}
+        self._rungs["grad_norm"] = {"grad_norm": first + grad_norm * mine}
+        self._parameters("new_weights", lambda p: p)
+        for values in (list(self._rungs["tokens"].values()), self._floats()):
+            if values:
+                total = torch.stack(values)
+                dist.all_reduce(total)
+                for value, summed in zip(values, total, strict=True):
+                    value.copy_(summed)
+        if self._ranks.rank == 0:
+            with self._path.open("a", encoding="utf-8") as f:
+                for rung, named in self._rungs.items():
+                    values = {name: value.tolist() for name, value in named.items()}
+                    line = {"step": self._step, "rung": rung, "values": values}
+                    f.write(json.dumps(line) + "\n")
+        self._step = None
+
+    def _floats(self) -> list[Tensor]:
+        return [v for rung in RUNGS[1:] for v in self._rungs[rung].values()]
+
+    def _first_sequence(self, micro_batch: int) -> int:
+        """Global index of the first sequence of a micro-batch of this rank."""
+        layout = self._layout
+        return layout.batch_size * (self._ranks.dp_rank * layout.micro_batches + micro_batch)
+
+    def _tokens(self, batch: list[tuple[Tensor, Tensor]]) -> None:
+        """Hashes of the token ids, exact modulo 2**64."""
+        for k, name in enumerate(("inputs", "targets")):
+            total = torch.zeros(2, dtype=torch.int64, device=self._ranks.device)
+            for number, pair in enumerate(batch):
+                tokens, first = pair[k], self._first_sequence(number)
+                rows = _hash(first, tokens.shape[0], 1, tokens.device).unsqueeze(1)
+                columns = _hash(0, tokens.shape[1], 2, tokens.device)
+                here = ((tokens + 101) * (rows ^ columns)).sum()
+                # The second number is zero where all tp ranks of a dp rank read the same.
+                counts = int(self._ranks.tp_rank == 0)
+                total += torch.stack((here * counts, here * (1 - counts * self._layout.tp)))
+            self._rungs["tokens"][name] = total
+
+    def _parameters(self, rung: str, of: Callable[[Tensor], Tensor]) -> None:
+        optimizer = self._optimizer
+        for name, p in zip(optimizer.names, optimizer.parameters, strict=True):
+            self._rungs[rung][name] = project_parameter(of(p))
+
+    def _next_micro_batch(self, *_) -> None:
+        self._micro_batch += 1
+
+    def _activation_hook(self, name: str) -> Callable:
+        def hook(module: nn.Module, _, output: Tensor) -> None:
+            if self._step is None:
+                return
+            found = self._project_output(module, output)
+            named = self._rungs["activations"]
+            named[name] = named[name] + found if name in named else found
+
+        return hook
+
+    def _project_output(self, module: nn.Module, output: Tensor) -> Tensor:
+        """[projection, squared norm] of this rank's part of a module's output [B, S, width]."""
+        tp_rank = self._ranks.tp_rank
+        sequence, column = 0, getattr(module, "output_start", 0)
+        placement = getattr(module, "output_placement", None)
+        counts = getattr(module, "output_counts", True)
+        if placement is None or placement.is_replicate():
+            counts = tp_rank == 0
+        elif placement.is_shard(1):
+            sequence = tp_rank * output.shape[1]
+        if not counts:
+            return torch.zeros(2, dtype=torch.float64, device=output.device)
+        return project(output, (self._first_sequence(self._micro_batch), sequence, column))
