@@ -1,0 +1,422 @@
+"""What a comparison of layouts says: comparison.json, a table, loss_curves.png, a run on wandb.
+
+All of it is made from run directories of ``train_llm.py``, so that it can be made again any time.
+Losses are in nats per token; a deviation is |a-b|/|b| against the reference run b, per step.
+"""
+
+import contextlib
+import io
+import json
+import math
+import re
+import statistics
+import sys
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TextIO
+
+from parallel.layout import Layout, LayoutError, make_layout
+from training.checks import identity
+from training.config import Config, ConfigError, flag, wandb_key_configured
+from training.run_dir import RunDir
+
+QUANTITIES = ("loss", "grad_norm")
+NAMES = ("loss", "grad norm")
+# Dashes and markers tell the lines apart where their lightness does not.
+DASHES = (
+    "-",
+    (0, (6, 2)),
+    (0, (1, 1.5)),
+    (0, (7, 2, 1.5, 2)),
+    (0, (3, 2)),
+    (0, (5, 1, 1, 1, 1, 1)),
+)
+MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
+PRECISIONS = ("bfloat16", "float32", "float64")
+
+
+@dataclass(frozen=True)
+class Run:
+    """A finished run: its label, how it was laid out, and the rows of its metrics.jsonl."""
+
+    label: str
+    path: Path
+    config: Config
+    layout: Layout
+    start: dict
+    rows: list[dict]
+
+
+def parse_layout(name: str) -> tuple[int, int]:
+    """(dp, tp) of a layout name.
+
+    Raises:
+        ConfigError: if it is not two sizes as in 2x4.
+    """
+    match = re.fullmatch(r"([1-9]\d{0,6})x([1-9]\d{0,6})", name)
+    if not match:
+        raise ConfigError(f"layout {name!r} is not dp x tp: write two sizes, as in 2x4")
+    return int(match[1]), int(match[2])
+
+
+def steps_done(path: Path) -> int:
+    """Optimizer steps of a run that has finished; 0 if it has not."""
+    status = RunDir(path).read_status() or {}
+    return status.get("step", 0) if status.get("state") == "finished" else 0
+
+
+def read_run(path: Path, label: str | None = None) -> Run:
+    """Read a finished run; the layout is that of its last start.
+
+    Raises:
+        ConfigError: in one line, if it is no run, has not finished, or cannot be read.
+    """
+    files = RunDir(path)
+    status = files.read_status()
+    if status is None:
+        raise ConfigError(f"{path} is no run directory of train_llm.py: it has no status.json")
+    if not steps_done(path):
+        raise ConfigError(
+            f"{path} has not finished (its status is {status.get('state')}): "
+            "start its command again, or leave it out"
+        )
+    try:
+        start = json.loads(files.run_json.read_text("utf-8"))["starts"][-1]
+        rows = [json.loads(line) for line in files.metrics_jsonl.read_text("utf-8").splitlines()]
+        config = Config(**tomllib.loads(files.config_toml.read_text("utf-8")))
+        dp, tp = parse_layout(start["layout"])
+        layout = make_layout(
+            world_size=dp * tp,
+            tp=tp,
+            global_batch_size=config.step.global_batch_size,
+            batch_size=config.step.batch_size,
+        )
+    except (OSError, ValueError, LookupError, TypeError, ConfigError, LayoutError) as error:
+        raise ConfigError(f"{path} cannot be read ({type(error).__name__}: {error})") from None
+    if not rows:
+        raise ConfigError(f"{path} has no logged step in metrics.jsonl")
+    return Run(label or layout.name, path, config, layout, start, rows)
+
+
+def deviations(run: list[dict], reference: list[dict], quantity: str) -> tuple[list, list]:
+    """Steps at which both runs have the number, and |a-b|/|b| there (1 if only b is zero)."""
+    known = {row["step"]: row[quantity] for row in reference if row[quantity] is not None}
+    steps, values = [], []
+    for row in run:
+        a, b = row[quantity], known.get(row["step"])
+        if a is not None and b is not None:
+            steps.append(row["step"])
+            values.append(abs(a - b) / (abs(b) or abs(a) or 1.0))
+    return steps, values
+
+
+def bytes_per_step(run: Run) -> int:
+    """Bytes of all tensors that a rank communicates in an optimizer step, each counted whole."""
+    import torch
+
+    from parallel.plan import collectives
+    from training.start import parallel_options
+
+    device = torch.device("cpu" if run.start.get("device", "cpu") == "cpu" else "cuda")
+    options = parallel_options(run.config, SimpleNamespace(tp=run.layout.tp, device=device))
+    model = run.config.model
+    sent = collectives(model, run.layout, seq_len=run.config.step.seq_len, **options)
+    blocks = model.num_hidden_layers
+    return sum(c.count * c.bytes * (blocks if c.unit == "block" else 1) for c in sent)
+
+
+def _describe(run: Run, reference: Run | None) -> dict:
+    """One layout of comparison.json."""
+    steps, curves, largest = [row["step"] for row in run.rows], {}, {}
+    for quantity in QUANTITIES if reference else ():
+        at, values = deviations(run.rows, reference.rows, quantity)
+        curves[quantity] = {"step": at, "value": values}
+        # The first step with the largest deviation; None without a step in common.
+        worst = max(zip(values, at, strict=True), key=lambda pair: pair[0], default=None)
+        largest[quantity] = worst and {"value": worst[0], "step": worst[1]}
+    peaks = [row["peak_memory_bytes"] for row in run.rows if row["peak_memory_bytes"] is not None]
+    return {
+        "label": run.label,
+        "layout": run.layout.name,
+        "run_dir": str(run.path),
+        "dtype": run.config.step.dtype,
+        "global_batch_size": run.config.step.global_batch_size,
+        "batch_size": run.layout.batch_size,
+        "micro_batches": run.layout.micro_batches,
+        "curve": {"step": steps}
+        | {name: [row[name] for row in run.rows] for name in ("tokens", *QUANTITIES)},
+        "final_loss": run.rows[-1]["loss"],
+        "deviation": curves or None,
+        "max_deviation": largest or None,
+        "tokens_per_s": statistics.median(row["tokens_per_s"] for row in run.rows),
+        "peak_memory_bytes": max(peaks, default=None),
+        "bytes_per_step": bytes_per_step(run),
+        "flags": run.start.get("command", [])[1:],
+        "versions": {"python": run.start.get("python"), **run.start.get("versions", {})},
+        "git_commit": run.start.get("git_commit"),
+        "device": run.start.get("device"),
+    }
+
+
+def _differing(runs: list[Run]) -> dict[str, list]:
+    """Flags that make the runs different trainings, with each run's value."""
+    identities = [identity(run.config) for run in runs]
+    values = {flag(key): [i[key] for i in identities] for key in identities[0]}
+    values["--dataset"] = [run.config.data.dataset for run in runs]
+    return {name: found for name, found in values.items() if any(v != found[0] for v in found)}
+
+
+def build_comparison(runs: list[Run], reference: Run, flags: list[str]) -> dict:
+    """comparison.json, with the rounding bound of the dtype with the fewest digits.
+
+    Runs whose global batches differ are not the same training: they have no deviations.
+    """
+    import numpy as np
+
+    from recipes.verdict import rounding_bound
+
+    differing = _differing(runs)
+    batches_differ = "--global-batch-size" in differing
+    steps = sorted({row["step"] for run in runs for row in run.rows})
+    dtype = min((run.config.step.dtype for run in runs), key=PRECISIONS.index)
+    bound = [float(value) for value in rounding_bound(dtype, np.array(steps))]
+    return {
+        "recipe": Path(reference.config.recipe).stem,
+        "reference": None if batches_differ else reference.label,
+        "global_batches_differ": batches_differ,
+        "differing_flags": differing,
+        "dtype": dtype,
+        "rounding_bound": {"step": steps, "value": bound},
+        "flags": flags,
+        "layouts": [_describe(run, None if batches_differ else reference) for run in runs],
+    }
+
+
+def table_rows(comparison: dict) -> tuple[list[str], list[list[str]]]:
+    """Headers and cells of the table, as text."""
+    differ, judged = comparison["global_batches_differ"], "verdict" in comparison
+    base = comparison["reference"]
+    headers = ["layout", "global\nbatch"] if differ else ["layout"]
+    headers += ["final loss\nnats/token"]
+    headers += [] if differ else [f"max {name} deviation\nrelative @step" for name in NAMES]
+    headers += ["tokens/s", "peak memory\nMiB per rank", "communicated\nMB per step and rank"]
+    verdicts = {v["layout"]: v for v in comparison.get("verdict", ())}
+    rows = []
+    for entry in comparison["layouts"]:
+        cells = [entry["label"]] + ([str(entry["global_batch_size"])] if differ else [])
+        cells.append("none" if entry["final_loss"] is None else f"{entry['final_loss']:.6f}")
+        for quantity in () if differ else QUANTITIES:
+            found = entry["max_deviation"][quantity]
+            cells.append("none" if not found else _deviation_cell(found))
+            if entry["label"] == base:
+                cells[-1] = "reference"
+        peak = entry["peak_memory_bytes"]
+        cells.append(f"{entry['tokens_per_s']:,.0f}")
+        cells.append("unknown" if peak is None else f"{peak / 2**20:,.0f}")
+        cells.append(f"{entry['bytes_per_step'] / 1e6:,.1f}")
+        if judged:
+            verdict = verdicts.get(entry["label"])
+            cells.append(
+                "reference" if not verdict else "BUG" if verdict["finding"] else "rounding"
+            )
+        rows.append(cells)
+    return headers + (["verdict"] if judged else []), rows
+
+
+def _deviation_cell(found: dict) -> str:
+    return f"{found['value']:.1e} @{found['step']}" if found["value"] else "0 (equal)"
+
+
+def _verdict_cell(verdict: dict | None) -> str:
+    if verdict is None:
+        return "reference"
+    return "BUG" if verdict["finding"] else "rounding"
+
+
+def print_table(comparison: dict, stream: TextIO | None = None) -> None:
+    """Print the table: no control characters, and never cut, however narrow the terminal."""
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    headers, rows = table_rows(comparison)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for i, header in enumerate(headers):
+        table.add_column(header, justify="right" if i else "left", no_wrap=True)
+    for cells in rows:
+        table.add_row(*cells)
+    # Without a colour system nothing but text is written; a narrow terminal wraps lines itself.
+    console = Console(file=io.StringIO(), width=1000, color_system=None, force_terminal=False)
+    console.print(table)
+    lines = [line.rstrip() for line in console.file.getvalue().splitlines()]
+    stream = stream or sys.stdout
+    text = "\n".join(line for line in lines if line)
+    try:
+        text.encode(getattr(stream, "encoding", None) or "utf-8")
+    except UnicodeEncodeError:
+        text = text.replace("─", "-")
+    print(text, file=stream, flush=True)
+
+
+def draw(comparison: dict, path: Path) -> None:
+    """Write the picture, 1600 x 1000 pixels."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(12.8, 8.0), dpi=125, layout="constrained")
+    FigureCanvasAgg(figure)
+    differ = comparison["global_batches_differ"]
+    axes = figure.subplots(1 if differ else 2, 2, squeeze=False)
+    if differ:
+        _draw_curves(axes[0][0], comparison, "step", "loss")
+        _draw_curves(axes[0][1], comparison, "tokens", "loss")
+    else:
+        for column, quantity in enumerate(QUANTITIES):
+            _draw_curves(axes[0][column], comparison, "step", quantity)
+            _draw_deviations(axes[1][column], comparison, quantity)
+    # All panels have the same lines; the deviations add the bound.
+    lines, labels = axes[-1][0].get_legend_handles_labels()
+    if not differ:
+        first, names = axes[0][0].get_legend_handles_labels()
+        lines, labels = first + lines[-1:], names + labels[-1:]
+    figure.legend(lines, labels, loc="outside lower center", ncols=6, frameon=False, handlelength=5)
+    figure.suptitle(_title(comparison), fontsize=13)
+    figure.savefig(path)
+
+
+def _title(comparison: dict) -> str:
+    steps = max(comparison["rounding_bound"]["step"])
+    what = f"{comparison['recipe']}, {comparison['dtype']}, {steps} steps"
+    if comparison["global_batches_differ"]:
+        return f"{what}: global batches differ, so these are different trainings"
+    batch = comparison["layouts"][0]["global_batch_size"]
+    return f"{what}, global batch {batch} sequences: one training on layouts of dp x tp processes"
+
+
+def _styles(comparison: dict) -> list[dict]:
+    """A style per layout, in order: dash, marker, and lightness from dark to light."""
+    from matplotlib import colormaps
+
+    count = len(comparison["layouts"])
+    # Equal curves lie on each other: the first is the widest, and shows on both sides.
+    wider = 0.0 if comparison["global_batches_differ"] else 3.0 / max(1, count - 1)
+    return [
+        {
+            "linestyle": DASHES[i % len(DASHES)],
+            "marker": MARKERS[i % len(MARKERS)],
+            "color": colormaps["viridis"](0.85 * i / max(1, count - 1)),
+            "linewidth": 1.5 + wider * (count - 1 - i),
+            "markersize": 5.5,
+            "zorder": 2 + i / count,
+        }
+        for i in range(count)
+    ]
+
+
+def _marked(points: int, i: int, count: int) -> tuple[int, int]:
+    """Where line i of ``count`` has its markers: about eight, and not where the others have."""
+    every = max(1, points // 8)
+    return (i * every // count) % every, every
+
+
+def _draw_curves(axis, comparison: dict, x: str, quantity: str) -> None:
+    """Loss or gradient norm over steps or tokens, a line per layout."""
+    from matplotlib.ticker import EngFormatter
+
+    layouts = comparison["layouts"]
+    for i, (entry, style) in enumerate(zip(layouts, _styles(comparison), strict=True)):
+        label, curve = entry["label"], entry["curve"]
+        if comparison["global_batches_differ"]:
+            label += f", global batch {entry['global_batch_size']}"
+        values = [math.nan if value is None else value for value in curve[quantity]]
+        marks = _marked(len(values), i, len(layouts))
+        axis.plot(curve[x], values, label=label, markevery=marks, **style)
+    if x == "tokens":
+        axis.xaxis.set_major_formatter(EngFormatter(sep=""))
+        axis.set_xlabel("tokens")
+    else:
+        _step_axis(axis)
+    axis.set_ylabel("loss (nats per token)" if quantity == "loss" else "gradient norm")
+    axis.grid(alpha=0.3)
+
+
+def _step_axis(axis) -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    axis.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axis.set_xlabel("optimizer step")
+
+
+def _draw_deviations(axis, comparison: dict, quantity: str) -> None:
+    """Deviation from the reference on a log scale; equal numbers lie on the floor, marked 0."""
+    base, bound = comparison["reference"], comparison["rounding_bound"]
+    curves = [entry["deviation"][quantity] for entry in comparison["layouts"]]
+    positive = [value for curve in curves for value in curve["value"] if value]
+    positive += [value for value in bound["value"] if value]
+    floor = 10.0 ** (math.floor(math.log10(min(positive, default=1e-16))) - 1)
+    for i, (curve, style) in enumerate(zip(curves, _styles(comparison), strict=True)):
+        if comparison["layouts"][i]["label"] != base:
+            values = [max(value, floor) for value in curve["value"]]
+            marks = _marked(len(values), i, len(curves))
+            axis.plot(curve["step"], values, markevery=marks, **style | {"linewidth": 1.2})
+    label = f"rounding bound of {comparison['dtype']}"
+    axis.plot(bound["step"], bound["value"], "--", color="black", linewidth=1.5, label=label)
+    axis.set_yscale("log")
+    axis.set_ylim(floor / 2, 5 * max(positive, default=1e-15))
+    decades = round(math.log10(max(positive, default=1e-15) / floor))
+    ticks = [floor * 10.0**i for i in range(0, decades + 2, max(1, decades // 6))]
+    names = [f"$10^{{{round(math.log10(tick))}}}$" for tick in ticks]
+    axis.set_yticks(ticks, ["0", *names[1:]], minor=False)
+    axis.minorticks_off()
+    axis.axhline(floor, color="black", linewidth=0.6)
+    _step_axis(axis)
+    axis.set_ylabel(f"{NAMES[QUANTITIES.index(quantity)]}: relative deviation from {base}")
+    axis.grid(alpha=0.3)
+
+
+def log_to_wandb(comparison: dict, picture: Path, out: Path, mode: str, project: str) -> None:
+    """One run on wandb with the table and the picture; what goes wrong there costs only that run.
+
+    ``mode`` is train_llm.py's ``--wandb``. The run is named after the comparison, and its group is
+    that of the training runs.
+    """
+    online = mode == "online" or (mode == "auto" and wandb_key_configured())
+    for attempt in ("online", "offline") if online else ("offline",):
+        try:
+            # wandb prompts only where stderr is a terminal, and speaks before it reads silent.
+            with contextlib.redirect_stderr(io.StringIO()):
+                where = _wandb_run(comparison, picture, out, attempt, project)
+            print(f"wandb: {where}", flush=True)
+            return
+        except Exception as error:
+            # The message may hold the server's answer, and that the key: the type is enough.
+            print(f"wandb: {attempt} failed ({type(error).__name__})", flush=True)
+            with contextlib.suppress(Exception):
+                sys.modules["wandb"].teardown(exit_code=1)
+
+
+def _wandb_run(comparison: dict, picture: Path, out: Path, mode: str, project: str) -> str:
+    import wandb
+
+    name, (headers, rows) = out.resolve().name, table_rows(comparison)
+    quiet = {"console": "off", "silent": True, "init_timeout": 30, "finish_timeout": 60}
+    private = {"disable_code": True, "disable_git": True, "save_code": False}
+    run = wandb.init(
+        mode=mode,
+        project=project,
+        name=name,
+        group=name,
+        job_type="comparison",
+        dir=out,
+        config={key: comparison[key] for key in ("recipe", "reference", "dtype", "flags")},
+        settings=wandb.Settings(**quiet, **private, reinit="create_new"),
+    )
+    columns = [header.replace("\n", " ").strip() for header in headers]
+    table = wandb.Table(columns=columns, data=rows)
+    run.log({"comparison": table, "loss_curves": wandb.Image(str(picture))})
+    where = f"offline, upload with: wandb sync {Path(run.dir).parent}"
+    where = where if mode == "offline" else run.url
+    run.finish()
+    return where
