@@ -37,10 +37,11 @@ def main() -> None:
         tokenizer = load_tokenizer(config.data.tokenizer)
         start.resolve_vocabulary(config, layout, tokenizer)
         ranks = init_ranks(launch, layout, config.run.comm_timeout)
-        run, checkpoint = start.open_run(config, layout, ranks)
+        run, checkpoint = start.open_run(config, ranks)
         say = print if ranks.rank == 0 else lambda *_: None
         data = start.open_data(config, tokenizer, ranks, say)
         start.check_data(config, data, checkpoint)
+    start.begin_run(config, layout, ranks, run, checkpoint)
 
     progress = Progress()
     with start.reporting(run, config, layout, ranks, checkpoint, progress) as reporter:

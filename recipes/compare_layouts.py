@@ -383,7 +383,7 @@ def run_one(run: PlannedRun, group: str, show: Show) -> None:
                     child.wait(POLL_S)
         finally:
             _end(child)
-    if child.returncode or steps_done(run.run_dir) < run.config.step.steps:
+    if steps_done(run.run_dir) < run.config.step.steps:
         status = (RunDir(run.run_dir).read_status() or {}).get("state", "never begun")
         tail = run.log.read_text("utf-8", errors="replace").splitlines()[-LOG_TAIL:]
         raise RunFailedError(

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from tests.launch import SMALL, checkpoint_tensors, curve, rows, run_main, train
-from tests.ranks import free_port
+from tests.ranks import Group, RankError, free_port
 
 REPO = Path(__file__).parent.parent
 EVALUATE = ["--eval-every", 5, "--eval-batches", 0]
@@ -241,6 +241,60 @@ def test_torchrun(tmp_path):
     assert process.returncode == 0, err
     assert f"finished at step {last + 3}" in out
     assert [row["step"] for row in rows(tmp_path)] == list(range(1, last + 4))
+
+
+def test_a_stray_folder_does_not_keep_a_step_from_being_saved(launched1, tmp_path):
+    """Something of a checkpoint's name that is none is put aside, not mistaken for it."""
+    stray = tmp_path / "checkpoints/step-00000004"
+    stray.mkdir(parents=True)
+    (tmp_path / "checkpoints/step-00000006").touch()
+    (tmp_path / "checkpoints/latest.tmp").touch()
+    train(launched1, tmp_path, "--steps", 6, "--checkpoint-every", 2, "--keep-checkpoints", 0)
+    complete = [p.parent.name for p in sorted(tmp_path.glob("checkpoints/step-*/state.json"))]
+    assert complete == ["step-00000002", "step-00000004", "step-00000006"]
+
+
+def test_a_damaged_checkpoint_is_named_in_one_line(stopped_at_five, tmp_path):
+    run_dir = tmp_path / "run"
+    subprocess.run(["cp", "-r", stopped_at_five, run_dir], check=True)
+    next(run_dir.glob("checkpoints/*/__0_0.distcp")).write_bytes(b"")
+    process = command(*SMALL, "--run-dir", run_dir, "--steps", 10)
+    _, err = process.communicate(timeout=90)
+    assert process.returncode == 1 and "Traceback" not in err
+    assert "step-00000005 cannot be read" in err and err.count("\n") == 1
+
+
+def test_a_full_disk_is_reported(tmp_path):
+    """Where nothing more can be written, stderr still says why, and old checkpoints stay."""
+    folder = tmp_path / "small"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=1800k", "tmpfs", str(folder)]
+    if subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("needs the right to mount a tmpfs")
+    try:
+        argv = ["--steps", 200, "--checkpoint-every", 2, "--keep-checkpoints", 0]
+        process = command(*SMALL, "--run-dir", folder / "run", *argv)
+        _, err = process.communicate(timeout=120)
+        assert process.returncode == 1
+        assert "error on rank 0" in err and "No space left" in err
+        saved = sorted(folder.glob("run/checkpoints/step-*/state.json"))
+        assert saved and checkpoint_tensors(saved[-1].parent)
+    finally:
+        subprocess.run(["umount", folder], check=True)
+
+
+def with_other_settings(argv: list[str], port: int):
+    """Rank 1 is started with another learning rate, as from another node's recipe."""
+    other = ["--lr", "0.02"] if os.environ["RANK"] == "1" else []
+    return run_main([*argv, *other], port)
+
+
+def test_ranks_with_other_settings_are_refused(tmp_path):
+    group = Group(2, process_group=False, timeout=60)
+    argv = [*SMALL, "--run-dir", str(tmp_path), "--steps", "4", "--tp", "2"]
+    with pytest.raises(RankError, match="rank 1: died"):
+        group.run(with_other_settings, argv, free_port())
+    assert not (tmp_path / "metrics.jsonl").exists()
 
 
 def test_print_plan():

@@ -7,12 +7,13 @@ under a hidden temporary name, and a rename commits it.
 import json
 import os
 import shutil
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
 
 from parallel.mesh import Ranks
 from training.optimizer import ShardedOptimizer
@@ -27,11 +28,18 @@ class Progress:
         step: optimizer steps done, counting skipped ones.
         tokens: input tokens consumed, each counted once however it is split over ranks.
         skipped_steps: steps whose batch held no target token.
+        saved_step: the step of the last checkpoint, or -1. Each rank knows it without a look at
+            the disk, where rank 0 may still be renaming.
     """
 
     step: int = 0
     tokens: int = 0
     skipped_steps: int = 0
+    saved_step: int = -1
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint cannot be read or written; the message is one line."""
 
 
 def _tensors(model: nn.Module, optimizer: ShardedOptimizer, ranks: Ranks, rng: bool) -> dict:
@@ -57,27 +65,49 @@ def save_checkpoint(
     *,
     identity: dict,
     keep: int,
-) -> Path:
+) -> None:
     """Write ``folder/step-<progress.step>`` and drop all but the ``keep`` newest (0 keeps all).
 
     Args:
         identity: what a resumed run must have in common with this one.
 
-    Returns:
-        The path of the checkpoint. One that exists already is left as it is.
+    Does nothing if this step has been saved.
+
+    Raises:
+        CheckpointError: for example on a full disk; what was written of it is removed.
     """
+    if progress.saved_step == progress.step:
+        return
     final = folder / f"step-{progress.step:08d}"
-    if final.exists():
-        return final
     partial = folder / f".{final.name}.partial"
-    dcp.save(
-        _tensors(model, optimizer, ranks, rng=True),
-        checkpoint_id=partial,
-        process_group=ranks.control,
-    )
+    try:
+        dcp.save(
+            _tensors(model, optimizer, ranks, rng=True),
+            checkpoint_id=partial,
+            process_group=ranks.control,
+        )
+        _finish(folder, final, partial, progress, ranks, identity, keep)
+    except (OSError, CheckpointException) as error:
+        # The room is needed to say so in status.json.
+        shutil.rmtree(partial, ignore_errors=True)
+        raise CheckpointError(f"{final} cannot be written: {_cause(error)}") from error
+    progress.saved_step = progress.step
+
+
+def _finish(
+    folder: Path,
+    final: Path,
+    partial: Path,
+    progress: Progress,
+    ranks: Ranks,
+    identity: dict,
+    keep: int,
+) -> None:
     if ranks.rank == 0:
         state = {
-            **asdict(progress),
+            "step": progress.step,
+            "tokens": progress.tokens,
+            "skipped_steps": progress.skipped_steps,
             "world_size": ranks.launch.world_size,
             "mesh": dict(zip(ranks.mesh.mesh_dim_names, ranks.mesh.shape, strict=True)),
             "identity": identity,
@@ -87,10 +117,19 @@ def save_checkpoint(
         if keep:
             for old in complete_checkpoints(folder)[:-keep]:
                 _remove(old)
-    return final
+
+
+def _cause(error: BaseException) -> str:
+    """The first failure of a rank, in one line."""
+    if isinstance(error, CheckpointException) and error.failures:
+        error = next(iter(error.failures.values()))[0]
+    return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
 
 
 def _commit(partial: Path, final: Path) -> None:
+    if os.path.lexists(final):
+        # Not complete, or the run would have gone on from it; but not ours to delete.
+        os.replace(final, final.with_name(f"{final.name}.incomplete-{os.getpid()}"))
     for path in (partial, None):
         if path is None:
             os.rename(partial, final)
@@ -129,8 +168,13 @@ def load_checkpoint(
     saved = read_checkpoint_state(checkpoint)
     same_ranks = saved["world_size"] == ranks.launch.world_size
     tensors = _tensors(model, optimizer, ranks, rng=same_ranks)
-    dcp.load(tensors, checkpoint_id=checkpoint, process_group=ranks.control)
+    try:
+        dcp.load(tensors, checkpoint_id=checkpoint, process_group=ranks.control)
+    except (OSError, CheckpointException) as error:
+        raise CheckpointError(
+            f"{checkpoint} cannot be read: {_cause(error)}; remove it to go on from the one before"
+        ) from error
     for name, value in tensors.get("rng", {}).items():
         (torch.cuda.set_rng_state if name.endswith("cuda") else torch.set_rng_state)(value)
-    for field in fields(Progress):
-        setattr(progress, field.name, saved[field.name])
+    progress.step, progress.saved_step = saved["step"], saved["step"]
+    progress.tokens, progress.skipped_steps = saved["tokens"], saved["skipped_steps"]

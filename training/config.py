@@ -343,8 +343,9 @@ def wandb_key_configured() -> bool:
     hosts = ["api.wandb.ai", "api.forge.coreweave.com"]
     if url := os.environ.get("WANDB_BASE_URL"):
         hosts = [urlparse(url).hostname]
-    file = Path(os.environ.get("NETRC", Path.home() / ".netrc"))
-    with contextlib.suppress(OSError, netrc.NetrcParseError):
+    # RuntimeError: there is no home directory.
+    with contextlib.suppress(OSError, RuntimeError, netrc.NetrcParseError):
+        file = Path(os.environ.get("NETRC") or Path.home() / ".netrc")
         known = netrc.netrc(file)
         return any((known.authenticators(host) or ("", "", ""))[2] for host in hosts)
     return False

@@ -32,7 +32,7 @@ class NonFiniteError(RuntimeError):
         names = ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
         super().__init__(
             f"step {step}: {what} is not finite on {names}; that step changed nothing, "
-            "and the last checkpoint is intact"
+            "and no checkpoint holds it"
         )
 
 
@@ -196,7 +196,7 @@ class AgreedBatches:
         stop_requested: Callable[[], bool],
     ):
         def make(step: int) -> Batch:
-            return train_batch(
+            batch = train_batch(
                 data.train,
                 step,
                 global_batch_size=config.step.global_batch_size,
@@ -205,6 +205,10 @@ class AgreedBatches:
                 dp=layout.dp,
                 batch_size=layout.batch_size,
             )
+            if ranks.device.type == "cpu":
+                return batch
+            # From pageable memory the copy would wait for the device.
+            return [tuple(x.pin_memory() for x in pair) for pair in batch]
 
         self._batches = prefetch(make, first_step, config.step.steps)
         self._ranks, self._stop_requested = ranks, stop_requested

@@ -119,6 +119,7 @@ class Reporter:
         ``stream``: where progress is shown; none: stdout.
         """
         self._run_dir, self._steps, self._stream = run_dir, steps, stream or sys.stdout
+        self.rows: list[dict] = []  # of this start
         self._bar = None
         self._non_finite_steps = self._count_non_finite()
         self._wandb = _Wandb(run_dir, run, config_dump, self.message)
@@ -153,6 +154,7 @@ class Reporter:
     def log(self, record: dict) -> None:
         """Record a logged step: a dict of :func:`make_record`. Raises OSError on a full disk."""
         record = finite(record)
+        self.rows.append(record)
         self._append(self._run_dir.metrics_jsonl, record)
         self._non_finite_steps += "non_finite" in record
         self._show(record)

@@ -111,9 +111,10 @@ class RunDir:
         if self._lock_fd is not None:
             return
         try:
-            self.path.mkdir(parents=True, exist_ok=True)
-            if not os.access(self.path, os.W_OK | os.X_OK):
-                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+            for folder in (self.path, self.checkpoints, self.log_file(0).parent):
+                folder.mkdir(parents=True, exist_ok=True)
+                if not os.access(folder, os.W_OK | os.X_OK):
+                    raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
             fd = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT, 0o666)
         except OSError as error:
             raise ConfigError(
@@ -208,7 +209,8 @@ class RunDir:
         Never raises, so that it cannot hide the failure that it reports.
 
         Returns:
-            Whether this report is the one in status.json.
+            Whether this rank is to speak: its report is in status.json, or nothing can be
+            written there.
         """
         try:
             os.close(os.open(self._failed_marker, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))
@@ -216,8 +218,8 @@ class RunDir:
         except FileExistsError:
             return False
         except OSError as fault:
+            # Nobody else may be able to say it.
             logging.getLogger(LOGGER).error("cannot write %s: %s", self.status_json, fault)
-            return False
         return True
 
     def read_status(self) -> dict | None:
@@ -242,6 +244,8 @@ class RunDir:
 
 def rank_logger(run_dir: RunDir, rank: int) -> logging.Logger:
     """The logger of this process. It writes to its rank's own file, so that ranks never mix."""
+    # A log that cannot be written, on a full disk, must not fill the terminal with its own errors.
+    logging.raiseExceptions = False
     logger = logging.getLogger(LOGGER)
     for handler in logger.handlers[:]:
         logger.removeHandler(handler)

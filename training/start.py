@@ -22,9 +22,9 @@ from parallel import parallelize
 from parallel.layout import Launch, Layout, LayoutError, check_tensor_parallel
 from parallel.mesh import Ranks, make_mesh
 from parallel.plan import collectives, format_plan, parameter_rows
-from training.checkpoint import Progress, remove_partial
+from training.checkpoint import CheckpointError, Progress, remove_partial
 from training.checks import identity, refuse
-from training.config import Config, ConfigError, to_toml
+from training.config import Config, ConfigError, flag, to_toml
 from training.data import TokenData, open_tokens
 from training.loop import NonFiniteError
 from training.reporter import Reporter
@@ -84,30 +84,61 @@ def from_leader(ranks: Ranks, key: str, leader: int, make: Callable[[], dict]) -
     return result
 
 
-def open_run(config: Config, layout: Layout, ranks: Ranks) -> tuple[RunDir, Path | None]:
+def open_run(config: Config, ranks: Ranks) -> tuple[RunDir, Path | None]:
     """Take the run directory, and the newest complete checkpoint in it, the same on all ranks.
 
     Raises:
-        ConfigError: if another job holds the directory or it is not writable.
+        ConfigError: if another job holds the directory, it is not writable, or the ranks were
+            started with different settings.
     """
-    run, hosts = RunDir(config.run_dir), [""] * layout.world_size
-    dist.all_gather_object(hosts, socket.gethostname(), group=ranks.control)
+    run = RunDir(config.run_dir)
 
     def take() -> dict:
         run.lock()
-        run.checkpoints.mkdir(exist_ok=True)
         remove_partial(run.checkpoints)
         checkpoint = run.newest_checkpoint()
+        return {
+            "checkpoint": checkpoint and checkpoint.name,
+            "config": config.model_dump(mode="json"),
+        }
+
+    first = from_leader(ranks, "run", 0, take)
+    _adopt(config, first["config"])
+    return run, first["checkpoint"] and run.checkpoints / first["checkpoint"]
+
+
+def _adopt(config: Config, first: dict) -> None:
+    """Take from rank 0 what it read from a checkpoint, and check that all else is the same.
+
+    Raises:
+        ConfigError: naming the first flag that differs, as where nodes hold different recipes.
+    """
+    config.optimizer.lr_decay_steps = first["optimizer"]["lr_decay_steps"]
+    config.model.vocab_size = first["model"]["vocab_size"]
+    for table, here in config.model_dump(mode="json").items():
+        pairs = here.items() if isinstance(here, dict) else [(table, here)]
+        for key, value in pairs:
+            other = first[table][key] if isinstance(here, dict) else first[table]
+            if value != other:
+                raise ConfigError(
+                    f"{flag(key)} is {value} here and {other} on rank 0: "
+                    "use the same command and recipe on all nodes"
+                )
+
+
+def begin_run(
+    config: Config, layout: Layout, ranks: Ranks, run: RunDir, checkpoint: Path | None
+) -> None:
+    """Say in the run directory that this start runs; nothing in it has been changed before."""
+    hosts = [""] * layout.world_size
+    dist.all_gather_object(hosts, socket.gethostname(), group=ranks.control)
+    if ranks.rank == 0:
         if checkpoint is None:
             write_atomic(run.config_toml, to_toml(config))
         run.cut_metrics(read_checkpoint_state(checkpoint)["step"] if checkpoint else 0)
         run.write_status("running")
         run.record_start(_start_record(layout, ranks, sorted(set(hosts))))
-        return {"checkpoint": checkpoint and checkpoint.name}
-
-    name = from_leader(ranks, "run", 0, take)["checkpoint"]
     rank_logger(run, ranks.rank).info("started on %s as %s", socket.gethostname(), ranks.device)
-    return run, name and run.checkpoints / name
 
 
 def _git_commit() -> str | None:
@@ -171,8 +202,8 @@ def check_data(config: Config, data: TokenData, checkpoint: Path | None) -> None
     """
     if checkpoint and read_checkpoint_state(checkpoint)["identity"]["data"] != data.content_key:
         raise ConfigError(
-            f"--dataset {config.data.dataset} holds other text than {checkpoint} was trained on: "
-            "use the same data, or another --run-dir"
+            f"--dataset {config.data.dataset} gives other tokens than {checkpoint} was trained on: "
+            "use the same data, --tokenizer and --eval-fraction, or another --run-dir"
         )
 
 
@@ -269,9 +300,10 @@ def reporting(
 
 
 def _fail(error: BaseException, run: RunDir, ranks: Ranks, progress: Progress) -> None:
-    known = isinstance(error, NonFiniteError)
-    step = error.step if known else progress.step + 1
-    rank = error.ranks[0] if known else ranks.rank
+    known = isinstance(error, NonFiniteError | CheckpointError)
+    named = isinstance(error, NonFiniteError)
+    step = error.step if named else progress.step + 1
+    rank = error.ranks[0] if named else ranks.rank
     rank_logger(run, ranks.rank).exception("failed in step %d", step)
     if run.fail(rank, step, str(error) if known else f"{type(error).__name__}: {error}"):
         detail = f"{error}\n" if known else traceback.format_exc()
@@ -281,10 +313,10 @@ def _fail(error: BaseException, run: RunDir, ranks: Ranks, progress: Progress) -
 def finish(outcome: str, run: RunDir, progress: Progress, ranks: Ranks, reporter: Reporter | None):
     """Write the final status, say where everything is, and take the process group down."""
     if reporter:
-        run.write_status(outcome, step=progress.step)
+        why = {"reason": "a rank received a signal"} if outcome == "stopped" else {}
+        run.write_status(outcome, step=progress.step, **why)
         reporter.close()
-        rows = [json.loads(line) for line in run.metrics_jsonl.read_text("utf-8").splitlines()]
-        if rows:
+        if rows := reporter.rows:
             speed = statistics.median(row["tokens_per_s"] for row in rows)
             memory = max(row["peak_memory_bytes"] or 0 for row in rows) / 2**20
             loss = "none" if rows[-1]["loss"] is None else f"{rows[-1]['loss']:.4f}"
@@ -295,5 +327,7 @@ def finish(outcome: str, run: RunDir, progress: Progress, ranks: Ranks, reporter
         print(f"run directory: {run.path}", flush=True)
         run.unlock()
     rank_logger(run, ranks.rank).info("%s at step %d", outcome, progress.step)
-    dist.barrier(ranks.control)
-    dist.destroy_process_group()
+    # Everything is saved. A rank that has left already closes its connections on the others.
+    with contextlib.suppress(RuntimeError):
+        dist.barrier(ranks.control)
+        dist.destroy_process_group()

@@ -186,7 +186,12 @@ def default_cache_dir() -> Path:
     """$PARALLEL_RECIPES_CACHE, or parallel-recipes below $XDG_CACHE_HOME or ~/.cache."""
     if folder := os.environ.get("PARALLEL_RECIPES_CACHE"):
         return Path(folder)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "parallel-recipes"
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "parallel-recipes"
+    except RuntimeError:
+        raise DataError(
+            "no home directory to cache tokens in: set PARALLEL_RECIPES_CACHE"
+        ) from None
 
 
 def prepare_tokens(
