@@ -181,14 +181,14 @@ def build_comparison(runs: list[Run], reference: Run, flags: list[str]) -> dict:
     batches_differ = "--global-batch-size" in differing
     steps = sorted({row["step"] for run in runs for row in run.rows})
     dtype = min((run.config.step.dtype for run in runs), key=PRECISIONS.index)
-    bound = [float(value) for value in rounding_bound(dtype, np.array(steps))]
+    bound = {q: rounding_bound(dtype, np.array(steps), q).tolist() for q in QUANTITIES}
     return {
         "recipe": Path(reference.config.recipe).stem,
         "reference": None if batches_differ else reference.label,
         "global_batches_differ": batches_differ,
         "differing_flags": differing,
         "dtype": dtype,
-        "rounding_bound": {"step": steps, "value": bound},
+        "rounding_bound": {"step": steps} | bound,
         "flags": flags,
         "layouts": [_describe(run, None if batches_differ else reference) for run in runs],
     }
@@ -354,7 +354,7 @@ def _draw_deviations(axis, comparison: dict, quantity: str) -> None:
     base, bound = comparison["reference"], comparison["rounding_bound"]
     curves = [entry["deviation"][quantity] for entry in comparison["layouts"]]
     positive = [value for curve in curves for value in curve["value"] if value]
-    positive += [value for value in bound["value"] if value]
+    positive += [value for value in bound[quantity] if value]
     floor = 10.0 ** (math.floor(math.log10(min(positive, default=1e-16))) - 1)
     for i, (curve, style) in enumerate(zip(curves, _styles(comparison), strict=True)):
         if comparison["layouts"][i]["label"] != base:
@@ -362,7 +362,7 @@ def _draw_deviations(axis, comparison: dict, quantity: str) -> None:
             marks = _marked(len(values), i, len(curves))
             axis.plot(curve["step"], values, markevery=marks, **style | {"linewidth": 1.2})
     label = f"rounding bound of {comparison['dtype']}"
-    axis.plot(bound["step"], bound["value"], "--", color="black", linewidth=1.5, label=label)
+    axis.plot(bound["step"], bound[quantity], "--", color="black", linewidth=1.5, label=label)
     axis.set_yscale("log")
     axis.set_ylim(floor / 2, 5 * max(positive, default=1e-15))
     decades = round(math.log10(max(positive, default=1e-15) / floor))

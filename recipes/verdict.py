@@ -15,15 +15,18 @@ LIMIT = 1e-10
 UNIT_ROUNDOFF = {"bfloat16": 2.0**-9, "float32": 2.0**-24, "float64": 2.0**-53}
 
 
-def rounding_bound(dtype: str, steps: np.ndarray) -> np.ndarray:
-    """Largest relative deviation of a loss curve that rounding explains, at each step.
+def rounding_bound(dtype: str, steps: np.ndarray, quantity: str = "loss") -> np.ndarray:
+    """Largest relative deviation of a curve that rounding explains, at each step.
 
-    ``u * (16 + steps**2)`` with the unit roundoff u of ``dtype``: a loss is a mean over many
-    rounded terms (the 16), and every step adds the rounding of its update to the weights (a drift
-    that grows with the steps), in which the next steps' gradients differ (its square). It is an
-    envelope of what docs/numerics.md measures, not a theorem; float64 decides, not this bound.
+    ``u * (16 + 2 * steps**2)`` for the loss, with the unit roundoff u of ``dtype``: a loss is a
+    mean over many rounded terms (the 16), and every step adds the rounding of its update to the
+    weights, a drift that grows with the steps and from which later gradients are computed (the
+    square). A small change of the weights changes a gradient by more than the loss, since the loss
+    is flat along most directions: 32 times for "grad_norm". An envelope of what docs/numerics.md
+    measures, not a theorem; float64 decides, not this bound.
     """
-    return UNIT_ROUNDOFF[dtype] * (16 + np.asarray(steps, dtype=np.float64) ** 2)
+    factor = {"loss": 1, "grad_norm": 32}[quantity]
+    return factor * UNIT_ROUNDOFF[dtype] * (16 + 2 * np.asarray(steps, dtype=np.float64) ** 2)
 
 
 @dataclass(frozen=True)

@@ -91,7 +91,7 @@ def test_numbers_of_a_comparison(three):
     assert found["differing_flags"] == {}
     assert found["rounding_bound"]["step"] == [1, 2, 3]
     bound = rounding_bound("float32", np.array([1, 2, 3])).tolist()
-    assert found["rounding_bound"]["value"] == bound
+    assert found["rounding_bound"]["loss"] == bound
     base, tensor, data = found["layouts"]
     assert [entry["label"] for entry in found["layouts"]] == ["1x1", "1x2", "2x1"]
 

@@ -220,7 +220,7 @@ def test_a_difference_outside_the_fingerprints_is_found(references, tmp_path):
 
 
 def test_rounding_bound():
-    assert rounding_bound("float32", np.array([1, 20]))[1] == pytest.approx(416 * 2**-24)
+    assert rounding_bound("float32", np.array([1, 20]))[1] == pytest.approx(816 * 2**-24)
     assert (
         rounding_bound("bfloat16", 1) > rounding_bound("float32", 1) > rounding_bound("float64", 1)
     )

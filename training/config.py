@@ -202,6 +202,7 @@ class Config(Section):
 
 
 def flag(*location: str | int) -> str:
+    """The command-line flag of a field, from its place in the schema."""
     names = [str(part) for part in location if isinstance(part, str)]
     return "--" + (names[-1] if names else "").replace("_", "-")
 

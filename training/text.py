@@ -26,6 +26,7 @@ class DataError(ConfigError):
 
 
 def one_line(error: BaseException) -> str:
+    """The first line of an error's text, or its type where it has none."""
     lines = str(error).strip().splitlines()
     return lines[0] if lines else type(error).__name__
 
