@@ -8,6 +8,8 @@ os.environ["OMP_NUM_THREADS"] = "1"
 
 from tests.ranks import Group
 
+OUTSIDE = ("SLURM_", "WANDB_", "MASTER_", "LOCAL_", "RANK", "WORLD_SIZE", "NETRC", "TORCHELASTIC_")
+
 
 def _group(name: str, world_size: int, **options):
     @pytest.fixture(scope="session", name=name)
@@ -34,3 +36,13 @@ launched8 = _group("launched8", 8, process_group=False)
 def token_cache(tmp_path_factory):
     """One cache of tokenised text for the session, away from the user's."""
     os.environ["PARALLEL_RECIPES_CACHE"] = str(tmp_path_factory.mktemp("tokens"))
+
+
+@pytest.fixture
+def no_launcher(monkeypatch, tmp_path):
+    """Nothing of the machine's launcher or wandb account decides a test; runs/ is in tmp_path."""
+    for name in list(os.environ):
+        if name.startswith(OUTSIDE):
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("NETRC", str(tmp_path / "no-netrc"))
+    monkeypatch.chdir(tmp_path)

@@ -27,17 +27,7 @@ from training.config import (
 from training.optimizer import lr_at
 
 ROOT = Path(__file__).parent.parent
-OUTSIDE = ("SLURM_", "WANDB_", "MASTER_", "LOCAL_", "RANK", "WORLD_SIZE", "NETRC", "TORCHELASTIC_")
-
-
-@pytest.fixture(autouse=True)
-def clean(monkeypatch, tmp_path):
-    """Nothing of the machine's launcher or wandb account decides a test; runs/ is in tmp_path."""
-    for name in list(os.environ):
-        if name.startswith(OUTSIDE):
-            monkeypatch.delenv(name)
-    monkeypatch.setenv("NETRC", str(tmp_path / "no-netrc"))
-    monkeypatch.chdir(tmp_path)
+pytestmark = pytest.mark.usefixtures("no_launcher")
 
 
 def train_llm(cwd: Path, *argv: str):

@@ -13,26 +13,17 @@ from types import SimpleNamespace
 import pytest
 
 from parallel.layout import Launch, LayoutError, read_launch
+from tests.conftest import OUTSIDE
 from training import checks
 from training.config import Config, ConfigError, parse_flags
 
 ROOT = Path(__file__).parent.parent
-OUTSIDE = ("SLURM_", "WANDB_", "MASTER_", "LOCAL_", "RANK", "WORLD_SIZE", "NETRC", "TORCHELASTIC_")
+pytestmark = pytest.mark.usefixtures("no_launcher")
 FLAGS = {
     "--" + name.replace("_", "-")
     for section in Config.model_fields.values()
     for name in getattr(section.annotation, "model_fields", {})
 } | {"--recipe", "--model-config"}
-
-
-@pytest.fixture(autouse=True)
-def clean(monkeypatch, tmp_path):
-    """Nothing of the machine's launcher or wandb account decides a test; runs/ is in tmp_path."""
-    for name in list(os.environ):
-        if name.startswith(OUTSIDE):
-            monkeypatch.delenv(name)
-    monkeypatch.setenv("NETRC", str(tmp_path / "no-netrc"))
-    monkeypatch.chdir(tmp_path)
 
 
 def world(n: int, **extra: str | None) -> dict[str, str]:

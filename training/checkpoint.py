@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from parallel.mesh import Ranks
 from training.optimizer import ShardedOptimizer
-from training.run_dir import complete_checkpoints, read_checkpoint_state, write_atomic
+from training.run_dir import complete_checkpoints, read_checkpoint_state, sync, write_atomic
 
 
 @dataclass
@@ -130,14 +130,9 @@ def _commit(partial: Path, final: Path) -> None:
     if os.path.lexists(final):
         # Not complete, or the run would have gone on from it; but not ours to delete.
         os.replace(final, final.with_name(f"{final.name}.incomplete-{os.getpid()}"))
-    for path in (partial, None):
-        if path is None:
-            os.rename(partial, final)
-        fd = os.open(path or final.parent, os.O_RDONLY)
-        try:
-            os.fsync(fd)
-        finally:
-            os.close(fd)
+    sync(partial)
+    os.rename(partial, final)
+    sync(final.parent)
 
 
 def _remove(checkpoint: Path) -> None:

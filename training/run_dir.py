@@ -26,6 +26,15 @@ LOGGER = "parallel_recipes"
 _ID_LETTERS = string.ascii_lowercase + string.digits
 
 
+def sync(path: Path) -> None:
+    """Flush a file, or the names in a directory, to the disk."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
 def write_atomic(path: Path, text: str) -> None:
     """Replace a file by ``text`` (UTF-8); on disk when this returns, never old and new mixed.
 
@@ -45,11 +54,7 @@ def write_atomic(path: Path, text: str) -> None:
         raise
     # Some network file systems refuse to sync a directory; the rename itself has happened.
     with contextlib.suppress(OSError):
-        directory = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(directory)
-        finally:
-            os.close(directory)
+        sync(path.parent)
 
 
 def read_checkpoint_state(checkpoint: Path) -> dict:

@@ -18,6 +18,7 @@ from typing import NamedTuple
 import numpy as np
 
 from training.config import DataSection
+from training.run_dir import sync
 from training.text import DataError, Record, fault_of, one_line, open_source
 
 FORMAT = 1  # of the cache; a new number leaves old caches unread
@@ -161,7 +162,7 @@ class _Builder:
         }
         (folder / "meta.json").write_text(json.dumps(meta, indent=1))
         for path in (*folder.iterdir(), folder):
-            _sync(path)
+            sync(path)
         return meta
 
     def encode(self, records: Iterator[Record]) -> Iterator[tuple[Piece, list[int]]]:
@@ -265,18 +266,9 @@ def _build(section: DataSection, tokenizer: Tokenizer, records: Callable, folder
             # Another node was faster: its folder stays, the content is the same.
             if not folder.exists():
                 raise
-        _sync(folder.parent)
+        sync(folder.parent)
     finally:
         shutil.rmtree(temp, ignore_errors=True)
-
-
-def _sync(path: Path) -> None:
-    """Flush a closed file, or the names in a folder, to the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 @contextlib.contextmanager
