@@ -5,14 +5,15 @@
 config -> mesh -> data -> model (meta) -> parallelize -> init -> optimizer -> resume -> train
 """
 
-import signal
 import sys
+import time
 
 from training.checks import load_config
 
 
 def main() -> None:
     """Train one run, or continue it."""
+    started = time.monotonic()
     # Bad input ends here, before torch is imported and before any process group is built.
     config, layout, launch = load_config(sys.argv[1:])
 
@@ -22,8 +23,8 @@ def main() -> None:
     from models.llama import Llama
     from parallel import parallelize
     from parallel.mesh import init_ranks
-    from training import start
-    from training.checkpoint import Progress, load_checkpoint, save_checkpoint
+    from training import ending, start
+    from training.checkpoint import Checkpointer, Progress, load_checkpoint
     from training.fingerprint import Fingerprints
     from training.loop import train
     from training.metrics import Meter
@@ -44,7 +45,8 @@ def main() -> None:
     start.begin_run(config, layout, ranks, run, checkpoint)
 
     progress = Progress()
-    with start.reporting(run, config, layout, ranks, checkpoint, progress) as reporter:
+    reporting = ending.reporting(run, config, layout, ranks, checkpoint, progress)
+    with reporting as (reporter, heartbeat):
         meter = Meter(config, layout, ranks.device)
         with torch.device("meta"):
             model = Llama(config.model).to(start.parameter_dtype(config))
@@ -67,32 +69,34 @@ def main() -> None:
             )
 
         # From here on a signal means: finish the step, save, and leave.
-        stop = []
-        for name in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
-            signal.signal(name, lambda number, _: stop.append(number))
-        outcome = train(
+        stop_requested = ending.stop_requests(started, config.run.stop_after)
+        with Checkpointer(
+            run.checkpoints,
             model,
             optimizer,
-            data,
             progress,
-            config,
-            layout,
             ranks,
-            reporter=reporter,
-            meter=meter,
-            fingerprints=fingerprints,
-            save=lambda: save_checkpoint(
-                run.checkpoints,
+            config.run,
+            identity=start.run_identity(config, data),
+            started_from=checkpoint,
+            report=ending.report_save(run, ranks, reporter),
+        ) as checkpointer:
+            stopped = train(
                 model,
                 optimizer,
+                data,
                 progress,
+                config,
+                layout,
                 ranks,
-                identity=start.run_identity(config, data),
-                keep=config.run.keep_checkpoints,
-            ),
-            stop_requested=lambda: bool(stop),
-        )
-        start.finish(outcome, run, progress, ranks, reporter)
+                reporter=reporter,
+                meter=meter,
+                fingerprints=fingerprints,
+                checkpointer=checkpointer,
+                heartbeat=heartbeat,
+                stop_requested=stop_requested,
+            )
+        ending.finish(stopped, run, progress, ranks, reporter, heartbeat)
 
 
 if __name__ == "__main__":

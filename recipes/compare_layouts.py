@@ -35,7 +35,8 @@ from recipes.comparison_report import (
 )
 from training.checks import check
 from training.config import Config, ConfigError, flag, parse_flags
-from training.run_dir import RunDir, write_atomic
+from training.files import write_atomic
+from training.run_dir import RunDir
 
 TRAIN = Path(__file__).parent.parent / "train_llm.py"
 LAYOUTS = ["1x8", "2x4", "4x2", "8x1"]

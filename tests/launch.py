@@ -4,8 +4,11 @@ import contextlib
 import io
 import json
 import os
+import struct
+import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -13,6 +16,7 @@ import torch.distributed.checkpoint as dcp
 import train_llm
 from tests.ranks import Group, free_port
 
+REPO = Path(__file__).parent.parent
 # A model of a second or two: what is tested here is the run, not the learning.
 SMALL = """
     --hidden-size 32 --intermediate-size 64 --num-hidden-layers 2 --num-attention-heads 4
@@ -43,6 +47,18 @@ def train(group: Group, run_dir: Path, *flags: str | int) -> str:
     return results[0][1]
 
 
+def command(*argv: str | int, launcher: list[str] | None = None, **options) -> subprocess.Popen:
+    words = launcher or []
+    return subprocess.Popen(
+        [sys.executable, *words, "train_llm.py", *map(str, argv)],
+        cwd=REPO,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        **options,
+    )
+
+
 def rows(run_dir: Path, name: str = "metrics.jsonl") -> list[dict]:
     """The lines of a JSON Lines file of a run."""
     return [json.loads(line) for line in (run_dir / name).read_text().splitlines()]
@@ -65,3 +81,40 @@ def checkpoint_tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
     }
     dcp.load(tensors, checkpoint_id=checkpoint, no_dist=True)
     return tensors
+
+
+def wandb_records(path):
+    """Records of a .wandb file: LevelDB's log format, whose 7-byte header is wandb's own."""
+    from wandb.proto import wandb_internal_pb2
+
+    data = path.read_bytes()
+    assert data[:4] == b":W&B"
+    position, whole = 7, b""
+    while position + 7 <= len(data):
+        left = 32768 - position % 32768
+        if left < 7:
+            position += left
+            continue
+        _, length, kind = struct.unpack_from("<IHB", data, position)
+        whole += data[position + 7 : position + 7 + length]
+        position += 7 + length
+        if kind in (1, 4):  # a whole record, or the last part of one
+            yield wandb_internal_pb2.Record.FromString(whole)
+            whole = b""
+
+
+def read_wandb(run_dir):
+    """Ids, history rows and metric definitions of every wandb folder of a run directory."""
+    found = SimpleNamespace(ids=[], rows=[], axes=[], config={})
+    for path in sorted(run_dir.glob("wandb/*run-*/*.wandb")):
+        for item in wandb_records(path):
+            if item.WhichOneof("record_type") == "run":
+                found.ids.append(item.run.run_id)
+                found.config |= {u.key: json.loads(u.value_json) for u in item.run.config.update}
+            elif item.WhichOneof("record_type") == "history":
+                cells = item.history.item
+                row = {c.key or c.nested_key[0]: json.loads(c.value_json) for c in cells}
+                found.rows.append(row)
+            elif item.WhichOneof("record_type") == "metric":
+                found.axes.append((item.metric.glob_name, item.metric.step_metric))
+    return found

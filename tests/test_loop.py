@@ -15,7 +15,8 @@ from tests.toy import GLOBAL_BATCH, SEQ_LEN, local_batch, make_model, make_ranks
 from training.checkpoint import Progress
 from training.config import Config, OptimizerSection
 from training.data import Sequences, TokenData
-from training.loop import FaultFlag, NonFiniteError, optimizer_step, train
+from training.heartbeat import Heartbeat
+from training.loop import SIGNAL, TIME, FaultFlag, NonFiniteError, optimizer_step, train
 from training.loss import IGNORE_INDEX, cross_entropy_sum
 from training.metrics import Meter
 from training.optimizer import ShardedOptimizer
@@ -132,9 +133,22 @@ class Recorder:
         self.log, self.log_eval = self.rows.append, self.evaluations.append
 
 
-def run_loop(steps: int, mask_step: int | None = None, stop_on: tuple[int, int] | None = None):
+class Saver:
+    """Stands where the checkpointer does."""
+
+    def __init__(self, progress: Progress):
+        self.steps = []
+        self.save = self.finish = lambda: self.steps.append(progress.step)
+
+
+def run_loop(
+    steps: int,
+    mask_step: int | None = None,
+    stop_on: tuple[int, int] | None = None,
+    why: str = SIGNAL,
+):
     """Train the toy model by the real loop. ``mask_step`` (0-based) has no target; ``stop_on`` is
-    (rank, step): that rank is asked to stop once it has done that step."""
+    (rank, step): that rank is asked to stop, and ``why``, once it has done that step."""
     ranks = make_ranks(2)
     layout = Layout(dp=2, tp=2, batch_size=2, micro_batches=2)
     config = Config(
@@ -151,7 +165,8 @@ def run_loop(steps: int, mask_step: int | None = None, stop_on: tuple[int, int] 
         train=Sequences(tokens, SEQ_LEN), eval=Sequences(tokens[:200], SEQ_LEN), content_key="",
         documents=1, skipped_records=0, train_tokens=3000, eval_tokens=200,
     )  # fmt: skip
-    progress, recorder, saved = Progress(), Recorder(), []
+    progress, recorder = Progress(), Recorder()
+    saver, heartbeat = Saver(progress), Heartbeat(ranks, 60, on_stall=None)
     real = training.loop.train_batch
 
     def masked(sequences, step, **kwargs):
@@ -165,17 +180,19 @@ def run_loop(steps: int, mask_step: int | None = None, stop_on: tuple[int, int] 
             model, optimizer, data, progress, config, layout, ranks,
             meter=Meter(config, layout, ranks.device),
             reporter=recorder if ranks.rank == 0 else None,
-            save=lambda: saved.append(progress.step),
-            stop_requested=lambda: stop_on is not None
-            and (ranks.rank, progress.step) >= stop_on
-            and ranks.rank == stop_on[0],
+            checkpointer=saver,
+            heartbeat=heartbeat,
+            stop_requested=lambda: why
+            if stop_on and ranks.rank == stop_on[0] and progress.step >= stop_on[1]
+            else None,
         )  # fmt: skip
-    return outcome, progress, recorder.rows, recorder.evaluations, saved
+    heartbeat.stop()
+    return outcome, progress, recorder.rows, recorder.evaluations, saver.steps
 
 
 def test_a_step_without_targets_is_skipped_and_counted(ranks4):
     found = ranks4.run(run_loop, 6, mask_step=3)
-    assert {(f[0], f[1].step, f[1].skipped_steps) for f in found} == {("finished", 6, 1)}
+    assert {(f[0], f[1].step, f[1].skipped_steps) for f in found} == {(None, 6, 1)}
     records = found[0][2]
     assert [(r["step"], r["skipped_steps"]) for r in records] == [(1, 0), (2, 0), (4, 1), (6, 1)]
     assert records[2]["loss"] is None and records[2]["grad_norm"] is None
@@ -184,12 +201,12 @@ def test_a_step_without_targets_is_skipped_and_counted(ranks4):
     assert [f[4] for f in found] == [[6]] * 4
 
 
-@pytest.mark.parametrize("rank", [0, 3])
-def test_all_ranks_stop_at_the_same_step(rank, ranks4):
-    found = ranks4.run(run_loop, 50, stop_on=(rank, 3))
+@pytest.mark.parametrize("rank, why", [(0, SIGNAL), (3, SIGNAL), (3, TIME)])
+def test_all_ranks_stop_at_the_same_step(rank, why, ranks4):
+    found = ranks4.run(run_loop, 50, stop_on=(rank, 3), why=why)
     (step,) = {f[1].step for f in found}
     assert 3 <= step <= 5
-    assert [f[0] for f in found] == ["stopped"] * 4
+    assert [f[0] for f in found] == [why] * 4
     assert [f[4] for f in found] == [[step]] * 4
 
 

@@ -1,21 +1,23 @@
 """What is measured: FLOPs against torch's own counter, memory, records, the terminal, wandb."""
 
+import errno
 import io
 import json
 import os
 import pty
 import shutil
-import struct
 import subprocess
 import sys
 import time
-from types import SimpleNamespace
 
 import pytest
 import torch
 
+import training.reporter
 from models.config import LlamaConfig
+from tests.launch import read_wandb
 from training.config import RunSection
+from training.files import append_line
 from training.metrics import PeakMemory, flops_per_token, make_record, peak_flops
 from training.reporter import Reporter
 from training.run_dir import RunDir
@@ -299,49 +301,13 @@ def test_dumb_terminal_and_no_prompt_without_a_key(run_dir):
 # wandb
 
 
-def wandb_records(path):
-    """Records of a .wandb file: LevelDB's log format, whose 7-byte header is wandb's own."""
-    from wandb.proto import wandb_internal_pb2
-
-    data = path.read_bytes()
-    assert data[:4] == b":W&B"
-    position, whole = 7, b""
-    while position + 7 <= len(data):
-        left = 32768 - position % 32768
-        if left < 7:
-            position += left
-            continue
-        _, length, kind = struct.unpack_from("<IHB", data, position)
-        whole += data[position + 7 : position + 7 + length]
-        position += 7 + length
-        if kind in (1, 4):  # a whole record, or the last part of one
-            yield wandb_internal_pb2.Record.FromString(whole)
-            whole = b""
-
-
-def read_wandb(run_dir):
-    """Ids, history rows and metric definitions of every wandb folder of a run directory."""
-    found = SimpleNamespace(ids=[], rows=[], axes=[], config={})
-    for path in sorted(run_dir.path.glob("wandb/*run-*/*.wandb")):
-        for item in wandb_records(path):
-            if item.WhichOneof("record_type") == "run":
-                found.ids.append(item.run.run_id)
-                found.config |= {u.key: json.loads(u.value_json) for u in item.run.config.update}
-            elif item.WhichOneof("record_type") == "history":
-                cells = item.history.item
-                row = {c.key or c.nested_key[0]: json.loads(c.value_json) for c in cells}
-                found.rows.append(row)
-            elif item.WhichOneof("record_type") == "metric":
-                found.axes.append((item.metric.glob_name, item.metric.step_metric))
-    return found
-
-
 def secret_holders(folder, secret):
     files = [path for path in folder.rglob("*") if path.is_file()]
     return [path for path in files if secret.encode() in path.read_bytes()]
 
 
-def test_offline_run_keeps_repeated_steps_and_its_id(run_dir, tmp_path):
+def test_offline_run_shows_each_step_once_under_one_id(run_dir, tmp_path):
+    """Also where a start repeats steps, as after a kill."""
     for first, steps in ((0, (1, 2, 3)), (1, (2, 3)), (3, (4,))):
         stream = io.StringIO()
         reporter = report(run_dir, "offline", stream, first_step=first)
@@ -353,19 +319,79 @@ def test_offline_run_keeps_repeated_steps_and_its_id(run_dir, tmp_path):
         assert len(said) == 1 and said[0].startswith("wandb: offline, upload with: wandb sync /")
         assert os.path.isdir(said[0].split()[-1])
 
-    found = read_wandb(run_dir)
+    found = read_wandb(run_dir.path)
     assert len(list(run_dir.path.glob("wandb/offline-run-*"))) == 3
     assert found.ids == [run_dir.wandb_id()] * 3
     assert found.axes == [("*", "step")] * 3
     train = [row for row in found.rows if "loss" in row]
-    assert [row["step"] for row in train] == [1, 2, 3, 2, 3, 4]
-    assert [row["loss"] for row in train[:5]] == [4.0, 3.0, 2.0, 3.0, 2.0]
-    assert [row["non_finite_steps"] for row in train] == [0, 0, 0, 0, 0, 1]
-    assert [row["step"] for row in found.rows if row.get("eval_loss") == 2.5] == [3, 3, 4]
+    assert [row["step"] for row in train] == [1, 2, 3, 4]
+    assert [row["loss"] for row in train[:3]] == [4.0, 3.0, 2.0]
+    assert [row["non_finite_steps"] for row in train] == [0, 0, 0, 1]
+    assert [row["step"] for row in found.rows if row.get("eval_loss") == 2.5] == [3, 4]
+    assert [row["_step"] for row in found.rows] == list(range(6))
     assert found.config["step"] == {"seed": 0}
 
     shutil.copytree(run_dir.path, tmp_path / "fork", symlinks=True)
     assert RunDir(tmp_path / "fork").wandb_id() != run_dir.wandb_id()
+
+
+def test_what_a_killed_process_had_not_written_is_filled_in(run_dir):
+    """wandb writes every few seconds, so a SIGKILL loses rows that metrics.jsonl has."""
+    code = (
+        "import json, os, sys; from pathlib import Path; from training.run_dir import RunDir\n"
+        "from training.config import RunSection; from training.reporter import Reporter\n"
+        "run = RunSection(wandb='offline')\n"
+        "r = Reporter(RunDir(Path(sys.argv[1])), run, config_dump={}, first_step=0, steps=120)\n"
+        "[r.log(json.loads(row)) for row in sys.argv[2:]]; os.kill(os.getpid(), 9)\n"
+    )
+    lines = [json.dumps(record(step=step)) for step in (1, 2, 3)]
+    argv = [sys.executable, "-c", code, str(run_dir.path), *lines]
+    assert subprocess.run(argv, capture_output=True, timeout=60).returncode == -9
+    assert read_wandb(run_dir.path).rows == []
+    time.sleep(1.1)  # wandb names its folders by the second
+    run_dir.cut_metrics(2)
+    reporter = report(run_dir, "offline", io.StringIO(), first_step=2)
+    for step in (3, 4):
+        reporter.log(record(step=step))
+    reporter.close()
+    found = read_wandb(run_dir.path)
+    assert [(row["step"], row["_step"]) for row in found.rows] == [(1, 0), (2, 1), (3, 2), (4, 3)]
+    assert set(found.ids) == {run_dir.wandb_id()}
+
+
+def test_a_full_disk_costs_no_row(run_dir, monkeypatch):
+    """Rows that cannot be written wait for room, in their order, and training goes on."""
+    stream = io.StringIO()
+    reporter = report(run_dir, "disabled", stream)
+    real = training.reporter.append_line
+
+    def full(path, line):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    reporter.log(record(step=1))
+    monkeypatch.setattr(training.reporter, "append_line", full)
+    for step in (2, 3):
+        reporter.log(record(step=step))
+    with pytest.raises(OSError):
+        reporter.flush()
+    monkeypatch.setattr(training.reporter, "append_line", real)
+    reporter.log(record(step=4))
+    lines = run_dir.metrics_jsonl.read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [1, 2, 3, 4]
+    assert stream.getvalue().count("cannot be written (No space left on device)") == 1
+
+
+def test_a_line_is_appended_whole_or_not_at_all(tmp_path):
+    mount = ["mount", "-t", "tmpfs", "-o", "size=4k", "tmpfs", str(tmp_path)]
+    if subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("needs the right to mount a tmpfs")
+    try:
+        append_line(tmp_path / "lines", "a" * 3000)
+        with pytest.raises(OSError):
+            append_line(tmp_path / "lines", "b" * 3000)
+        assert (tmp_path / "lines").read_text() == "a" * 3000 + "\n"
+    finally:
+        subprocess.run(["umount", tmp_path], check=True)
 
 
 def test_unreachable_server_does_not_stop_training_and_no_key_is_written(run_dir, monkeypatch):
@@ -391,8 +417,8 @@ def test_unreachable_server_does_not_stop_training_and_no_key_is_written(run_dir
     assert said[0].startswith("wandb: online failed (") and said[0].endswith("going on offline")
     assert said[1].startswith("wandb: offline, upload") and said[2].startswith("step 10/120")
     assert len(said) == 3 and done.stderr == "" and done.returncode == 0
-    assert [row["step"] for row in read_wandb(run_dir).rows] == [10]
-    assert set(read_wandb(run_dir).ids) == {run_dir.wandb_id()}
+    assert [row["step"] for row in read_wandb(run_dir.path).rows] == [10]
+    assert set(read_wandb(run_dir.path).ids) == {run_dir.wandb_id()}
     assert secret_holders(run_dir.path, KEY) == [] and KEY not in done.stdout
 
 

@@ -12,7 +12,8 @@ import threading
 import pytest
 
 from training.config import ConfigError
-from training.run_dir import RunDir, rank_logger, write_atomic
+from training.files import write_atomic
+from training.run_dir import RunDir, rank_logger
 
 HOLD = """
 import sys, time

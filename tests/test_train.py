@@ -4,17 +4,14 @@ import json
 import math
 import os
 import re
-import signal
 import subprocess
-import sys
-import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from tests.launch import SMALL, checkpoint_tensors, curve, rows, run_main, train
+from tests.launch import SMALL, checkpoint_tensors, command, curve, rows, run_main, train
 from tests.ranks import Group, RankError, free_port
 
 REPO = Path(__file__).parent.parent
@@ -167,41 +164,6 @@ def test_the_default_recipe_learns(learned):
     assert last["step"] == 100 and last["loss"] < -(shares * np.log(shares)).sum()
 
 
-def command(*argv: str | int, launcher: list[str] | None = None, **options) -> subprocess.Popen:
-    words = launcher or []
-    return subprocess.Popen(
-        [sys.executable, *words, "train_llm.py", *map(str, argv)],
-        cwd=REPO,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        **options,
-    )
-
-
-def test_plain_python_stops_at_a_signal_and_goes_on(tmp_path):
-    """One process without a launcher: SIGTERM saves and exits 0, the same command finishes."""
-    argv = [*SMALL, "--run-dir", tmp_path, "--steps", 300, "--lr-decay-steps", 300]
-    process = command(*argv)
-    deadline = time.monotonic() + 90
-    while not (tmp_path / "metrics.jsonl").exists() and time.monotonic() < deadline:
-        time.sleep(0.05)
-    process.send_signal(signal.SIGTERM)
-    out, err = process.communicate(timeout=60)
-    assert process.returncode == 0, err
-    done = rows(tmp_path)[-1]["step"]
-    assert 0 < done < 300 and f"stopped at step {done}" in out
-    status = json.loads((tmp_path / "status.json").read_text())
-    assert status["state"] == "stopped" and status["step"] == done
-
-    argv[argv.index("--steps") + 1] = done + 5
-    process = command(*argv)
-    out, err = process.communicate(timeout=90)
-    assert process.returncode == 0, err
-    assert f"resumed from {tmp_path}/checkpoints/step-{done:08d}" in out
-    assert [row["step"] for row in rows(tmp_path)] == list(range(1, done + 6))
-
-
 def test_a_loss_that_is_not_finite_stops_the_run(tmp_path):
     """It names the step and the rank, exits 1, and leaves the last checkpoint as it was."""
     argv = [*SMALL, "--run-dir", tmp_path, "--steps", 20, "--optimizer", "sgd", "--grad-clip", 0]
@@ -216,71 +178,6 @@ def test_a_loss_that_is_not_finite_stops_the_run(tmp_path):
     saved = sorted((tmp_path / "checkpoints").iterdir())[-1]
     assert int(saved.name[-8:]) == status["step"] - 1
     assert all(tensor.isfinite().all() for tensor in checkpoint_tensors(saved).values())
-
-
-def test_torchrun(tmp_path):
-    """The real launcher, two processes; a rank that is killed ends the run, which then resumes."""
-    launcher = ["-m", "torch.distributed.run", "--nproc-per-node", "2"]
-    argv = [*SMALL, "--tp", 2, "--run-dir", tmp_path, "--steps", 400, "--checkpoint-every", 5]
-    process = command(*argv, launcher=launcher)
-    deadline = time.monotonic() + 120
-    while not list(tmp_path.glob("checkpoints/step-*")) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    workers = subprocess.run(
-        ["pgrep", "-P", str(process.pid)], capture_output=True, text=True
-    ).stdout.split()
-    os.kill(int(workers[-1]), signal.SIGKILL)
-    process.communicate(timeout=60)
-    assert process.returncode == 1
-
-    last = int(sorted(tmp_path.glob("checkpoints/step-*"))[-1].name[-8:])
-    argv[argv.index("--steps") + 1] = last + 3
-    argv += ["--lr-decay-steps", "400"]
-    process = command(*argv, launcher=launcher)
-    out, err = process.communicate(timeout=120)
-    assert process.returncode == 0, err
-    assert f"finished at step {last + 3}" in out
-    assert [row["step"] for row in rows(tmp_path)] == list(range(1, last + 4))
-
-
-def test_a_stray_folder_does_not_keep_a_step_from_being_saved(launched1, tmp_path):
-    """Something of a checkpoint's name that is none is put aside, not mistaken for it."""
-    stray = tmp_path / "checkpoints/step-00000004"
-    stray.mkdir(parents=True)
-    (tmp_path / "checkpoints/step-00000006").touch()
-    (tmp_path / "checkpoints/latest.tmp").touch()
-    train(launched1, tmp_path, "--steps", 6, "--checkpoint-every", 2, "--keep-checkpoints", 0)
-    complete = [p.parent.name for p in sorted(tmp_path.glob("checkpoints/step-*/state.json"))]
-    assert complete == ["step-00000002", "step-00000004", "step-00000006"]
-
-
-def test_a_damaged_checkpoint_is_named_in_one_line(stopped_at_five, tmp_path):
-    run_dir = tmp_path / "run"
-    subprocess.run(["cp", "-r", stopped_at_five, run_dir], check=True)
-    next(run_dir.glob("checkpoints/*/__0_0.distcp")).write_bytes(b"")
-    process = command(*SMALL, "--run-dir", run_dir, "--steps", 10)
-    _, err = process.communicate(timeout=90)
-    assert process.returncode == 1 and "Traceback" not in err
-    assert "step-00000005 cannot be read" in err and err.count("\n") == 1
-
-
-def test_a_full_disk_is_reported(tmp_path):
-    """Where nothing more can be written, stderr still says why, and old checkpoints stay."""
-    folder = tmp_path / "small"
-    folder.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=1800k", "tmpfs", str(folder)]
-    if subprocess.run(mount, capture_output=True).returncode:
-        pytest.skip("needs the right to mount a tmpfs")
-    try:
-        argv = ["--steps", 200, "--checkpoint-every", 2, "--keep-checkpoints", 0]
-        process = command(*SMALL, "--run-dir", folder / "run", *argv)
-        _, err = process.communicate(timeout=120)
-        assert process.returncode == 1
-        assert "error on rank 0" in err and "No space left" in err
-        saved = sorted(folder.glob("run/checkpoints/step-*/state.json"))
-        assert saved and checkpoint_tensors(saved[-1].parent)
-    finally:
-        subprocess.run(["umount", folder], check=True)
 
 
 def with_other_settings(argv: list[str], port: int):

@@ -1,23 +1,42 @@
-"""Checkpoints: DCP shards of weights, moments and RNG, plus one JSON file a person can read.
+"""Saving and loading a run: DCP shards of weights, moments and RNG, and one JSON file.
 
 ``checkpoints/step-00000200`` exists only when it is complete: everything is written and fsynced
 under a hidden temporary name, and a rename commits it.
 """
 
+import contextlib
+import datetime
 import json
 import os
 import shutil
-from dataclasses import dataclass
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Self
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from parallel.mesh import Ranks
+from training.checkpoint_dir import (
+    STATE,
+    DamageError,
+    checkpoint_name,
+    complete_checkpoints,
+    file_sum,
+    put_aside,
+    read_checkpoint_state,
+    write_sums,
+)
+from training.checkpoint_files import CheckpointReader, CheckpointWriter
+from training.config import RunSection
+from training.files import sync, write_atomic
 from training.optimizer import ShardedOptimizer
-from training.run_dir import complete_checkpoints, read_checkpoint_state, sync, write_atomic
 
 
 @dataclass
@@ -28,14 +47,11 @@ class Progress:
         step: optimizer steps done, counting skipped ones.
         tokens: input tokens consumed, each counted once however it is split over ranks.
         skipped_steps: steps whose batch held no target token.
-        saved_step: the step of the last checkpoint, or -1. Each rank knows it without a look at
-            the disk, where rank 0 may still be renaming.
     """
 
     step: int = 0
     tokens: int = 0
     skipped_steps: int = 0
-    saved_step: int = -1
 
 
 class CheckpointError(RuntimeError):
@@ -56,69 +72,6 @@ def _tensors(model: nn.Module, optimizer: ShardedOptimizer, ranks: Ranks, rng: b
     return state
 
 
-def save_checkpoint(
-    folder: Path,
-    model: nn.Module,
-    optimizer: ShardedOptimizer,
-    progress: Progress,
-    ranks: Ranks,
-    *,
-    identity: dict,
-    keep: int,
-) -> None:
-    """Write ``folder/step-<progress.step>`` and drop all but the ``keep`` newest (0 keeps all).
-
-    Args:
-        identity: what a resumed run must have in common with this one.
-
-    Does nothing if this step has been saved.
-
-    Raises:
-        CheckpointError: for example on a full disk; what was written of it is removed.
-    """
-    if progress.saved_step == progress.step:
-        return
-    final = folder / f"step-{progress.step:08d}"
-    partial = folder / f".{final.name}.partial"
-    try:
-        dcp.save(
-            _tensors(model, optimizer, ranks, rng=True),
-            checkpoint_id=partial,
-            process_group=ranks.control,
-        )
-        _finish(folder, final, partial, progress, ranks, identity, keep)
-    except (OSError, CheckpointException) as error:
-        # The room is needed to say so in status.json.
-        shutil.rmtree(partial, ignore_errors=True)
-        raise CheckpointError(f"{final} cannot be written: {_cause(error)}") from error
-    progress.saved_step = progress.step
-
-
-def _finish(
-    folder: Path,
-    final: Path,
-    partial: Path,
-    progress: Progress,
-    ranks: Ranks,
-    identity: dict,
-    keep: int,
-) -> None:
-    if ranks.rank == 0:
-        state = {
-            "step": progress.step,
-            "tokens": progress.tokens,
-            "skipped_steps": progress.skipped_steps,
-            "world_size": ranks.launch.world_size,
-            "mesh": dict(zip(ranks.mesh.mesh_dim_names, ranks.mesh.shape, strict=True)),
-            "identity": identity,
-        }
-        write_atomic(partial / "state.json", json.dumps(state, indent=1))
-        _commit(partial, final)
-        if keep:
-            for old in complete_checkpoints(folder)[:-keep]:
-                _remove(old)
-
-
 def _cause(error: BaseException) -> str:
     """The first failure of a rank, in one line."""
     if isinstance(error, CheckpointException) and error.failures:
@@ -126,20 +79,156 @@ def _cause(error: BaseException) -> str:
     return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
 
 
-def _commit(partial: Path, final: Path) -> None:
-    if os.path.lexists(final):
-        # Not complete, or the run would have gone on from it; but not ours to delete.
-        os.replace(final, final.with_name(f"{final.name}.incomplete-{os.getpid()}"))
-    sync(partial)
-    os.rename(partial, final)
-    sync(final.parent)
+class Checkpointer:
+    """Saves a run now and then; all ranks call the same methods at the same step.
 
+    In the background, a save costs the training a copy of this rank's shards in host memory, which
+    is kept for the next one. At most one is in flight. A save that fails is reported, and the
+    training goes on: the next one is another try.
 
-def _remove(checkpoint: Path) -> None:
-    # Renamed first: a removal that is cut short must not leave what looks like a checkpoint.
-    doomed = checkpoint.with_name(f".{checkpoint.name}.partial")
-    os.rename(checkpoint, doomed)
-    shutil.rmtree(doomed, ignore_errors=True)
+    Attributes:
+        fault: why the last save failed; None if it did not.
+        saved_step: the step of the newest checkpoint that all ranks know to be complete, or -1.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        model: nn.Module,
+        optimizer: ShardedOptimizer,
+        progress: Progress,
+        ranks: Ranks,
+        config: RunSection,
+        *,
+        identity: dict,
+        started_from: Path | None = None,
+        report: Callable[[str | None], None] = lambda fault: None,
+    ):
+        """
+        Args:
+            folder: where the checkpoints are.
+            identity: what a resumed run must have in common with this one.
+            started_from: the checkpoint this start goes on from; it is never dropped.
+            report: called with why a save failed, and with None when one succeeds after that.
+        """
+        self._folder, self._ranks, self._config = folder, ranks, config
+        self._model, self._optimizer, self._progress = model, optimizer, progress
+        self._identity, self._started_from, self._report = identity, started_from, report
+        self.saved_step = progress.step if started_from else -1
+        self.fault: str | None = None
+        self._in_flight: tuple[int, Future] | None = None
+        if config.async_checkpoint:
+            # Of its own, since the training uses the other groups at the same time.
+            timeout = datetime.timedelta(seconds=config.comm_timeout)
+            self._group = dist.new_group(backend="gloo", timeout=timeout)
+            cuda = ranks.device.type == "cuda"
+            self._stager = DefaultStager(
+                StagingOptions(
+                    use_pinned_memory=cuda,
+                    use_shared_memory=False,
+                    use_async_staging=False,
+                    use_non_blocking_copy=cuda,
+                )
+            )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind, error, traceback) -> None:
+        # What has begun is finished, also where the training has failed, whose error comes first.
+        with contextlib.suppress(BaseException) if error else contextlib.nullcontext():
+            self._wait()
+
+    def save(self) -> None:
+        """Save the current step, or begin to. Collective; fails only where the ranks cannot meet.
+
+        Does nothing if this step has been saved.
+        """
+        self._wait()
+        step = self._progress.step
+        if self.saved_step == step:
+            return
+        tensors = _tensors(self._model, self._optimizer, self._ranks, rng=True)
+        state = asdict(self._progress) | {
+            "world_size": self._ranks.launch.world_size,
+            "mesh": dict(zip(self._ranks.mesh.mesh_dim_names, self._ranks.mesh.shape, strict=True)),
+            "identity": self._identity,
+        }
+        writer = CheckpointWriter(self._partial(step), lambda sums: self._commit(state, sums))
+        if self._config.async_checkpoint:
+            future = dcp.async_save(
+                tensors,
+                storage_writer=writer,
+                async_stager=self._stager,
+                process_group=self._group,
+            )
+        else:
+            future = Future()
+            try:
+                dcp.save(tensors, storage_writer=writer, process_group=self._ranks.control)
+                future.set_result(None)
+            except CheckpointException as error:
+                future.set_exception(error)
+        self._in_flight = step, future
+        if future.done():
+            self._wait()
+
+    def finish(self) -> None:
+        """Return when the current step is saved.
+
+        Raises:
+            CheckpointError: if it cannot be.
+        """
+        self.save()
+        self._wait()
+        if self.saved_step != self._progress.step:
+            raise CheckpointError(self.fault)
+
+    def _wait(self) -> None:
+        if self._in_flight is None:
+            return
+        (step, future), self._in_flight = self._in_flight, None
+        try:
+            future.result()
+        except CheckpointException as error:
+            # The room is needed to say so in status.json.
+            shutil.rmtree(self._partial(step), ignore_errors=True)
+            self.fault = (
+                f"{self._folder / checkpoint_name(step)} cannot be written: {_cause(error)}"
+            )
+            self._report(self.fault)
+            return
+        self.saved_step = step
+        if self.fault:
+            self.fault = None
+            self._report(None)
+
+    def _partial(self, step: int) -> Path:
+        return self._folder / f".{checkpoint_name(step)}.partial"
+
+    def _commit(self, state: dict, sums: dict[str, str]) -> None:
+        """Turn written shards into a checkpoint; on the first rank, possibly in the background."""
+        partial, final = self._partial(state["step"]), self._folder / checkpoint_name(state["step"])
+        write_atomic(partial / STATE, json.dumps(state, indent=1))
+        write_sums(partial, sums | {STATE: file_sum(partial / STATE)})
+        if os.path.lexists(final):
+            # Not complete, or the run would have gone on from it; but not ours to delete.
+            put_aside(final, "unused")
+        sync(partial)
+        os.rename(partial, final)
+        sync(final.parent)
+        # From here on the checkpoint exists: what goes wrong is no failure of the save.
+        with contextlib.suppress(OSError):
+            self._prune()
+
+    def _prune(self) -> None:
+        if self._config.keep_checkpoints:
+            for old in complete_checkpoints(self._folder)[: -self._config.keep_checkpoints]:
+                if old != self._started_from:
+                    # Renamed first: a removal that is cut short must not leave half a checkpoint.
+                    doomed = old.with_name(f".{old.name}.partial")
+                    os.rename(old, doomed)
+                    shutil.rmtree(doomed, ignore_errors=True)
 
 
 def remove_partial(folder: Path) -> None:
@@ -159,17 +248,18 @@ def load_checkpoint(
 
     The RNG states come back where the number of ranks is unchanged. Nothing in a training step
     draws random numbers, so another number of ranks continues the same run all the same.
+
+    Raises:
+        CheckpointError: if it cannot be read.
     """
-    saved = read_checkpoint_state(checkpoint)
-    same_ranks = saved["world_size"] == ranks.launch.world_size
-    tensors = _tensors(model, optimizer, ranks, rng=same_ranks)
     try:
-        dcp.load(tensors, checkpoint_id=checkpoint, process_group=ranks.control)
-    except (OSError, CheckpointException) as error:
-        raise CheckpointError(
-            f"{checkpoint} cannot be read: {_cause(error)}; remove it to go on from the one before"
-        ) from error
+        saved = read_checkpoint_state(checkpoint)
+        same_ranks = saved["world_size"] == ranks.launch.world_size
+        tensors = _tensors(model, optimizer, ranks, rng=same_ranks)
+        dcp.load(tensors, storage_reader=CheckpointReader(checkpoint), process_group=ranks.control)
+    except (OSError, DamageError, CheckpointException) as error:
+        raise CheckpointError(f"{checkpoint} cannot be read: {_cause(error)}") from error
     for name, value in tensors.get("rng", {}).items():
         (torch.cuda.set_rng_state if name.endswith("cuda") else torch.set_rng_state)(value)
-    progress.step, progress.saved_step = saved["step"], saved["step"]
-    progress.tokens, progress.skipped_steps = saved["tokens"], saved["skipped_steps"]
+    progress.step, progress.tokens = saved["step"], saved["tokens"]
+    progress.skipped_steps = saved["skipped_steps"]

@@ -1,6 +1,7 @@
 """Everything that can be known to be wrong before a process group is built. Torch-free."""
 
 import os
+import re
 import socket
 import sys
 import time
@@ -14,9 +15,18 @@ from parallel.layout import (
     make_layout,
     read_launch,
 )
+from training.checkpoint_dir import (
+    DamageError,
+    checkpoint_name,
+    complete_checkpoints,
+    read_checkpoint_state,
+)
 from training.config import Config, ConfigError, flag, parse_flags, wandb_key_configured
-from training.run_dir import RunDir, read_checkpoint_state
+from training.run_dir import RunDir
 from training.text import local_files
+
+# Set where a launcher starts the same command again: it is to go on, not to begin anew.
+RESTARTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
 
 
 def check(config: Config, launch: Launch) -> Layout:
@@ -81,6 +91,31 @@ def identity(config: Config) -> dict:
     }
 
 
+def find_checkpoint(config: Config) -> Path | None:
+    """The checkpoint that ``--resume`` names, or the newest one whose state can be read.
+
+    Raises:
+        ConfigError: if there is none of the name.
+    """
+    folder = RunDir(config.run_dir).checkpoints
+    found = complete_checkpoints(folder)
+    if not config.run.resume:
+        return found[-1] if found else None
+    number = re.fullmatch(r"step-(\d+)", config.run.resume)
+    if not number:
+        raise ConfigError(f"--resume {config.run.resume} is not of the form step-200")
+    checkpoint = folder / checkpoint_name(int(number[1]))
+    try:
+        read_checkpoint_state(checkpoint)
+    except DamageError as error:
+        known = ", ".join(path.name for path in found) or "none"
+        raise ConfigError(
+            f"--resume {config.run.resume}: {checkpoint} is not whole ({error}); "
+            f"the checkpoints of this run are: {known}"
+        ) from None
+    return checkpoint
+
+
 def check_resume(config: Config, checkpoint: Path) -> None:
     """Compare the config with the checkpoint it would continue.
 
@@ -89,13 +124,7 @@ def check_resume(config: Config, checkpoint: Path) -> None:
     Raises:
         ConfigError: naming the first field that differs, and both values.
     """
-    try:
-        saved = read_checkpoint_state(checkpoint)["identity"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(
-            f"--run-dir {config.run_dir}: {checkpoint / 'state.json'} cannot be read ({error}): "
-            "remove that checkpoint, or use another --run-dir"
-        ) from None
+    saved = read_checkpoint_state(checkpoint)["identity"]
     if config.optimizer.lr_decay_steps is None:
         config.optimizer.lr_decay_steps = saved.get("lr_decay_steps")
     if config.model.vocab_size is None:
@@ -136,8 +165,10 @@ def load_config(argv: list[str]) -> tuple[Config, Layout, Launch]:
     try:
         launch = read_launch()
         config = parse_flags(argv, console=launch.rank == 0)
-        checkpoint = RunDir(config.run_dir).newest_checkpoint()
-        if checkpoint and not config.layout.print_plan:
+        if any(int(os.environ.get(name) or 0) for name in RESTARTS):
+            config.run.resume = None
+        checkpoint = None if config.layout.print_plan else find_checkpoint(config)
+        if checkpoint:
             check_resume(config, checkpoint)
         layout = check(config, launch)
     except (ConfigError, LayoutError) as error:
@@ -146,7 +177,7 @@ def load_config(argv: list[str]) -> tuple[Config, Layout, Launch]:
         if leaving.code:
             refuse("", launch)  # tyro has printed its report on rank 0
         raise
-    if checkpoint and not config.layout.print_plan:
+    if checkpoint:
         done = read_checkpoint_state(checkpoint)["step"]
         if done >= config.step.steps:
             if launch.rank == 0:

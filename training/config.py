@@ -9,6 +9,7 @@ import difflib
 import io
 import json
 import os
+import re
 import sys
 import tomllib
 from pathlib import Path
@@ -16,7 +17,7 @@ from typing import Annotated, Literal, get_args
 
 import tomli_w
 import tyro
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from models.config import LlamaConfig, PositiveFloat, PositiveInt, RopeScaling, read_hf_config
 
@@ -29,6 +30,28 @@ Beta = Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)]
 
 class ConfigError(Exception):
     """Bad input; the message is one line that names the flag, the value and the fix."""
+
+
+def seconds(duration: str) -> float:
+    """Seconds of a duration such as ``3h50m``, ``90m`` or ``1d12h``.
+
+    Raises:
+        ValueError: if it is none, or zero. A bare number is none: Slurm's would be minutes.
+    """
+    found = re.fullmatch(r"(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?", duration)
+    days, hours, minutes, rest = (int(part or 0) for part in found.groups()) if found else [0] * 4
+    total = ((days * 24 + hours) * 60 + minutes) * 60 + rest
+    if not total:
+        raise ValueError(f"must be a duration such as 3h50m, 90m or 45s, not {duration!r}")
+    return float(total)
+
+
+def _checked_duration(duration: str) -> str:
+    seconds(duration)
+    return duration
+
+
+Duration = Annotated[str, AfterValidator(_checked_duration)]
 
 
 class Section(BaseModel):
@@ -154,14 +177,31 @@ class RunSection(Section):
     """The run directory and what is written there."""
 
     run_dir: Path | None = Field(None, description="Run directory; none: runs/<recipe>.")
+    resume: str | None = Field(
+        None,
+        description="The checkpoint to start from, as step-200; later ones are put aside. none: "
+        "the newest whole one, as for any restart by torchrun or Slurm.",
+    )
     checkpoint_every: NonNegativeInt = Field(
         50, description="Steps between checkpoints; 0: only one at the end."
     )
     keep_checkpoints: NonNegativeInt = Field(
-        2, description="Newest complete checkpoints that are kept; 0: all of them."
+        2,
+        description="Newest complete checkpoints that are kept, besides the one started from; "
+        "0: all of them.",
+    )
+    async_checkpoint: bool = Field(
+        True,
+        description="Write checkpoints while the training goes on, from a copy in host memory.",
+    )
+    stop_after: Duration | None = Field(
+        None,
+        description="Save and stop this long after the start, as 3h50m; none: no limit.",
     )
     comm_timeout: PositiveFloat = Field(
-        600.0, description="Seconds until a stuck collective is an error."
+        600.0,
+        description="Seconds without progress until the run ends with an error that names the "
+        "stuck rank.",
     )
     log_every: PositiveInt = Field(10, description="Steps between logged steps.")
     fingerprint_steps: NonNegativeInt = Field(

@@ -12,16 +12,19 @@ from parallel.data_parallel import reshard
 from parallel.layout import Layout
 from parallel.mesh import Ranks
 from parallel.tensor_parallel import rows_of
-from training.checkpoint import Progress
+from training.checkpoint import Checkpointer, Progress
 from training.config import Config
 from training.data import TokenData, eval_batches, prefetch, train_batch
 from training.fingerprint import Fingerprints
+from training.heartbeat import Heartbeat
 from training.loss import IGNORE_INDEX, cross_entropy_sum
 from training.metrics import Meter
 from training.optimizer import ShardedOptimizer, lr_at
 from training.reporter import Reporter
 
 Batch = list[tuple[Tensor, Tensor]]
+# Why a run stops before its last step.
+SIGNAL, TIME = "a rank received a signal", "the time of --stop-after is over"
 
 
 class NonFiniteError(RuntimeError):
@@ -182,8 +185,8 @@ def evaluate(
 class AgreedBatches:
     """This rank's batches, each with what all ranks agreed about it.
 
-    Each step all ranks sum one small CPU vector (target tokens, stop requested) on the control
-    group. It is started as soon as the batch is at hand, a step before it is needed.
+    Each step all ranks sum one small CPU vector (target tokens, ranks that ask to stop and why) on
+    the control group. It is started as soon as the batch is at hand, a step before it is needed.
     """
 
     def __init__(
@@ -193,7 +196,7 @@ class AgreedBatches:
         config: Config,
         layout: Layout,
         ranks: Ranks,
-        stop_requested: Callable[[], bool],
+        stop_requested: Callable[[], str | None],
     ):
         def make(step: int) -> Batch:
             batch = train_batch(
@@ -225,18 +228,19 @@ class AgreedBatches:
         # All tp ranks of a dp rank have the same batch; one of them counts.
         targets = sum(int((t != IGNORE_INDEX).sum()) for _, t in batch)
         mine = targets if self._ranks.tp_rank == 0 else 0
-        vector = torch.tensor([mine, int(self._stop_requested())])
+        why = self._stop_requested()
+        vector = torch.tensor([mine, why == SIGNAL, why == TIME], dtype=torch.int64)
         work = dist.all_reduce(vector, group=self._ranks.control, async_op=True)
         device = self._ranks.device
         moved = [tuple(x.to(device, non_blocking=True) for x in pair) for pair in batch]
         self._upcoming = moved, vector, work
 
-    def take(self) -> tuple[Batch, int, bool]:
-        """The fetched batch, its global number of target tokens, and whether to stop before it."""
+    def take(self) -> tuple[Batch, int, str | None]:
+        """The fetched batch, its global number of target tokens, and why to stop before it."""
         batch, vector, work = self._upcoming
         work.wait()
-        targets, stop = vector.tolist()
-        return batch, targets, stop > 0
+        targets, signalled, timed_out = vector.tolist()
+        return batch, targets, SIGNAL if signalled else TIME if timed_out else None
 
     def waited(self) -> float:
         """Seconds waited for data since the last call."""
@@ -256,35 +260,45 @@ def train(
     meter: Meter,
     fingerprints: Fingerprints | None = None,
     reporter: Reporter | None,
-    save: Callable[[], object],
-    stop_requested: Callable[[], bool],
-) -> str:
+    checkpointer: Checkpointer,
+    heartbeat: Heartbeat,
+    stop_requested: Callable[[], str | None],
+) -> str | None:
     """Train from ``progress`` to ``config.step.steps``, and save at the end.
 
     Args:
         meter: times the steps.
         fingerprints: records the first steps of the run for a comparison.
         reporter: receives the metrics; None on all ranks but the first.
-        save: writes a checkpoint, collectively.
-        stop_requested: whether this rank was asked to stop; all ranks stop at the same step.
+        checkpointer: saves now and then, and at the end.
+        heartbeat: is told the step and phase.
+        stop_requested: why this rank is to stop, or None; all ranks stop at the same step.
 
     Returns:
-        "finished", or "stopped" where a rank was asked to.
+        Why it stopped early; None if it did not.
 
     Raises:
         NonFiniteError: at the next logged step or save, on all ranks; nothing is saved then.
+        CheckpointError: if the last step cannot be saved.
     """
     last, run = config.step.steps, config.run
     decay_steps = config.optimizer.lr_decay_steps or last
     tokens_per_step = config.step.global_batch_size * config.step.seq_len
     batches = AgreedBatches(data, progress.step, config, layout, ranks, stop_requested)
-    fault, outcome = FaultFlag(ranks.device), "finished"
+    fault, stop = FaultFlag(ranks.device), None
+
+    def after_backward() -> None:
+        heartbeat.at(step, "waiting for the data of the next step")
+        batches.fetch()
+        heartbeat.at(step, "gradient norm and update")
+
     meter.restart()
     for step in range(progress.step + 1, last + 1):
+        heartbeat.at(step, "agreeing on the batch")
         batch, target_tokens, stop = batches.take()
         if stop:
-            outcome = "stopped"
             break
+        heartbeat.at(step, "forward and backward")
         lr, result = lr_at(config.optimizer, decay_steps, step), None
         if target_tokens:
             if fingerprints:
@@ -292,17 +306,18 @@ def train(
             result = optimizer_step(
                 model, optimizer, batch, target_tokens, ranks,
                 lr=lr, grad_clip=config.optimizer.grad_clip, step=step, fault=fault,
-                while_reducing=batches.fetch, fingerprints=fingerprints,
+                while_reducing=after_backward, fingerprints=fingerprints,
             )  # fmt: skip
         else:
             # All ranks know it from the agreed count, so no collective is left waiting.
-            batches.fetch()
+            after_backward()
             progress.skipped_steps += 1
         progress.step = step
         progress.tokens += tokens_per_step
         meter.add(tokens_per_step)
 
         if step == 1 or step % run.log_every == 0 or step == last:
+            heartbeat.at(step, "logging")
             loss, norm, faulty_step = _read(result, fault)
             record = meter.record(
                 step=step,
@@ -319,17 +334,20 @@ def train(
             fault.check(ranks, faulty_step)
             meter.restart()
         if _due(step, config.data.eval_every) and data.eval.len_with_tail:
+            heartbeat.at(step, "evaluation")
             with meter.pause():
                 found = evaluate(model, data, config, layout, ranks)
                 if reporter:
                     reporter.log_eval({"step": step, **found})
         if _due(step, run.checkpoint_every) and step < last:
+            heartbeat.at(step, "checkpoint")
             with meter.pause():
                 fault.check(ranks)
-                save()
+                checkpointer.save()
+    heartbeat.at(progress.step, "last checkpoint")
     fault.check(ranks)
-    save()
-    return outcome
+    checkpointer.finish()
+    return stop
 
 
 def _due(step: int, every: int) -> bool:

@@ -5,13 +5,11 @@ write: ``status.json``, through :meth:`RunDir.fail`. Files that are rewritten ar
 whole, so that a reader, or a kill at any instant, finds the old text or the new one.
 """
 
-import contextlib
 import errno
 import fcntl
 import json
 import logging
 import os
-import re
 import secrets
 import socket
 import string
@@ -19,53 +17,13 @@ import time
 from pathlib import Path
 from typing import Literal
 
+from training.checkpoint_dir import complete_checkpoints
 from training.config import ConfigError
+from training.files import write_atomic
 
 State = Literal["running", "finished", "stopped", "failed"]
 LOGGER = "parallel_recipes"
 _ID_LETTERS = string.ascii_lowercase + string.digits
-
-
-def sync(path: Path) -> None:
-    """Flush a file, or the names in a directory, to the disk."""
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
-def write_atomic(path: Path, text: str) -> None:
-    """Replace a file by ``text`` (UTF-8); on disk when this returns, never old and new mixed.
-
-    Raises:
-        OSError: if the directory is not writable or full; the old file is then untouched.
-    """
-    # The name differs by process: two ranks that write at once must not share a temporary file.
-    temporary = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}.tmp")
-    try:
-        with temporary.open("w", encoding="utf-8", newline="") as f:
-            f.write(text)
-            f.flush()
-            os.fsync(f.fileno())
-        os.replace(temporary, path)
-    except OSError:
-        temporary.unlink(missing_ok=True)
-        raise
-    # Some network file systems refuse to sync a directory; the rename itself has happened.
-    with contextlib.suppress(OSError):
-        sync(path.parent)
-
-
-def read_checkpoint_state(checkpoint: Path) -> dict:
-    """The JSON state of a checkpoint: progress, world size, mesh and identity."""
-    return json.loads((checkpoint / "state.json").read_text(encoding="utf-8"))
-
-
-def complete_checkpoints(folder: Path) -> list[Path]:
-    """The complete checkpoints in a folder, oldest first; anything of another name is ignored."""
-    named = [path for path in folder.glob("step-*") if re.fullmatch(r"step-\d{8}", path.name)]
-    return sorted(path for path in named if (path / "state.json").is_file())
 
 
 def _read_object(path: Path) -> dict | None:
@@ -195,7 +153,7 @@ class RunDir:
 
         ``time`` is in unix seconds; ``host`` and ``pid`` are those of the writer.
         """
-        if not self._failed_marker.exists():
+        if not self.has_failed():
             self._write_status(state, fields)
 
     def _write_status(self, state: State, fields: dict) -> None:
@@ -226,6 +184,10 @@ class RunDir:
             # Nobody else may be able to say it.
             logging.getLogger(LOGGER).error("cannot write %s: %s", self.status_json, fault)
         return True
+
+    def has_failed(self) -> bool:
+        """Whether a rank of this start has reported a failure."""
+        return self._failed_marker.exists()
 
     def read_status(self) -> dict | None:
         """The last status; None if there is none that can be read."""

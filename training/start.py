@@ -2,14 +2,11 @@
 
 import contextlib
 import json
-import os
 import platform
 import socket
-import statistics
 import subprocess
 import sys
 import time
-import traceback
 from collections.abc import Callable, Iterator
 from importlib.metadata import version
 from pathlib import Path
@@ -22,13 +19,14 @@ from parallel import parallelize
 from parallel.layout import Launch, Layout, LayoutError, check_tensor_parallel
 from parallel.mesh import Ranks, make_mesh
 from parallel.plan import collectives, format_plan, parameter_rows
-from training.checkpoint import CheckpointError, Progress, remove_partial
-from training.checks import identity, refuse
+from training.checkpoint import remove_partial
+from training.checkpoint_dir import checkpoints_in, put_aside, read_checkpoint_state
+from training.checkpoint_files import find_fault
+from training.checks import check_resume, find_checkpoint, identity, refuse
 from training.config import Config, ConfigError, flag, to_toml
 from training.data import TokenData, open_tokens
-from training.loop import NonFiniteError
-from training.reporter import Reporter
-from training.run_dir import RunDir, rank_logger, read_checkpoint_state, write_atomic
+from training.files import write_atomic
+from training.run_dir import RunDir, rank_logger
 from training.tokens import Tokenizer, load_tokenizer, prepare_tokens
 
 
@@ -85,26 +83,42 @@ def from_leader(ranks: Ranks, key: str, leader: int, make: Callable[[], dict]) -
 
 
 def open_run(config: Config, ranks: Ranks) -> tuple[RunDir, Path | None]:
-    """Take the run directory, and the newest complete checkpoint in it, the same on all ranks.
+    """Take the run directory, and the newest whole checkpoint in it, the same on all ranks.
+
+    A damaged one is passed over and said, unless ``--resume`` names it.
 
     Raises:
-        ConfigError: if another job holds the directory, it is not writable, or the ranks were
-            started with different settings.
+        ConfigError: if another job holds the directory, it is not writable, the ranks were started
+            with different settings, or there are checkpoints but none is whole.
     """
     run = RunDir(config.run_dir)
 
     def take() -> dict:
         run.lock()
         remove_partial(run.checkpoints)
-        checkpoint = run.newest_checkpoint()
-        return {
-            "checkpoint": checkpoint and checkpoint.name,
-            "config": config.model_dump(mode="json"),
-        }
+        names = [path.name for path in reversed(checkpoints_in(run.checkpoints))]
+        if config.run.resume:
+            names = [find_checkpoint(config).name]
+        return {"checkpoints": names, "config": config.model_dump(mode="json")}
 
     first = from_leader(ranks, "run", 0, take)
     _adopt(config, first["config"])
-    return run, first["checkpoint"] and run.checkpoints / first["checkpoint"]
+    faults = []
+    for name in first["checkpoints"]:
+        checkpoint = run.checkpoints / name
+        fault = find_fault(checkpoint, ranks)
+        if fault is None:
+            check_resume(config, checkpoint)
+            return run, checkpoint
+        faults.append(f"{name}: {fault}")
+        if ranks.rank == 0 and not config.run.resume:
+            print(f"train_llm.py: warning: {checkpoint} is damaged: {fault}", file=sys.stderr)
+    if faults:
+        raise ConfigError(
+            f"--run-dir {config.run_dir} holds no whole checkpoint to go on from "
+            f"({'; '.join(faults)}): repair one, name another with --resume, or another --run-dir"
+        )
+    return run, None
 
 
 def _adopt(config: Config, first: dict) -> None:
@@ -129,12 +143,21 @@ def _adopt(config: Config, first: dict) -> None:
 def begin_run(
     config: Config, layout: Layout, ranks: Ranks, run: RunDir, checkpoint: Path | None
 ) -> None:
-    """Say in the run directory that this start runs; nothing in it has been changed before."""
+    """Say in the run directory that this start runs; nothing in it has been changed before.
+
+    What stands after the checkpoint is about to be done again: metrics are cut back, and later
+    checkpoints, which are damaged or which ``--resume`` has gone behind, get other names.
+    """
     hosts = [""] * layout.world_size
     dist.all_gather_object(hosts, socket.gethostname(), group=ranks.control)
     if ranks.rank == 0:
         if checkpoint is None:
             write_atomic(run.config_toml, to_toml(config))
+        else:
+            for path in checkpoints_in(run.checkpoints):
+                if path > checkpoint:
+                    aside = put_aside(path, "unused")
+                    print(f"train_llm.py: {path} is now {aside.name}", file=sys.stderr)
         run.cut_metrics(read_checkpoint_state(checkpoint)["step"] if checkpoint else 0)
         run.write_status("running")
         run.record_start(_start_record(layout, ranks, sorted(set(hosts))))
@@ -257,77 +280,3 @@ def describe(config: Config, layout: Layout, ranks: Ranks, checkpoint: Path | No
         f"dp {layout.dp} x {layout.micro_batches} micro-batches x {layout.batch_size} sequences",
     ]
     return lines + ([f"resumed from {checkpoint}"] if checkpoint else [])
-
-
-@contextlib.contextmanager
-def reporting(
-    run: RunDir,
-    config: Config,
-    layout: Layout,
-    ranks: Ranks,
-    checkpoint: Path | None,
-    progress: Progress,
-) -> Iterator[Reporter | None]:
-    """The reporter of this run on rank 0, None on the others; and what is said if the run fails.
-
-    If the block raises, the process ends with exit code 1. Every rank's log has its own traceback.
-    The rank that fails first writes ``status.json`` and is the one that speaks on stderr, since
-    the others mostly fail of its absence.
-    """
-    reporter = None
-    try:
-        if ranks.rank == 0:
-            first = read_checkpoint_state(checkpoint)["step"] if checkpoint else 0
-            reporter = Reporter(
-                run,
-                config.run,
-                config_dump=config.model_dump(mode="json") | {"layout_name": layout.name},
-                first_step=first,
-                steps=config.step.steps,
-            )
-            for line in describe(config, layout, ranks, checkpoint):
-                reporter.message(line)
-        yield reporter
-    except BaseException as error:  # DCP's own exception is not an Exception
-        if isinstance(error, SystemExit | KeyboardInterrupt):
-            raise
-        _fail(error, run, ranks, progress)
-        if reporter:
-            reporter.close(exit_code=1)
-        sys.stdout.flush()
-        # Not sys.exit: a process group whose peers are gone may never come down.
-        os._exit(1)
-
-
-def _fail(error: BaseException, run: RunDir, ranks: Ranks, progress: Progress) -> None:
-    known = isinstance(error, NonFiniteError | CheckpointError)
-    named = isinstance(error, NonFiniteError)
-    step = error.step if named else progress.step + 1
-    rank = error.ranks[0] if named else ranks.rank
-    rank_logger(run, ranks.rank).exception("failed in step %d", step)
-    if run.fail(rank, step, str(error) if known else f"{type(error).__name__}: {error}"):
-        detail = f"{error}\n" if known else traceback.format_exc()
-        print(f"train_llm.py: error on rank {rank}: {detail}", end="", file=sys.stderr, flush=True)
-
-
-def finish(outcome: str, run: RunDir, progress: Progress, ranks: Ranks, reporter: Reporter | None):
-    """Write the final status, say where everything is, and take the process group down."""
-    if reporter:
-        why = {"reason": "a rank received a signal"} if outcome == "stopped" else {}
-        run.write_status(outcome, step=progress.step, **why)
-        reporter.close()
-        if rows := reporter.rows:
-            speed = statistics.median(row["tokens_per_s"] for row in rows)
-            memory = max(row["peak_memory_bytes"] or 0 for row in rows) / 2**20
-            loss = "none" if rows[-1]["loss"] is None else f"{rows[-1]['loss']:.4f}"
-            print(
-                f"{outcome} at step {progress.step}: loss {loss}, "
-                f"median {speed:,.0f} tokens/s, peak memory {memory:,.0f} MiB per rank"
-            )
-        print(f"run directory: {run.path}", flush=True)
-        run.unlock()
-    rank_logger(run, ranks.rank).info("%s at step %d", outcome, progress.step)
-    # Everything is saved. A rank that has left already closes its connections on the others.
-    with contextlib.suppress(RuntimeError):
-        dist.barrier(ranks.control)
-        dist.destroy_process_group()

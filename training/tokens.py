@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 
 from training.config import DataSection
-from training.run_dir import sync
+from training.files import sync
 from training.text import DataError, Record, fault_of, one_line, open_source
 
 FORMAT = 1  # of the cache; a new number leaves old caches unread

@@ -1,0 +1,407 @@
+"""Checkpoints: what is in them on any layout, what a save costs, damage, and what is never run."""
+
+import gc
+import os
+import pickle
+import shutil
+import subprocess
+import time
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+
+from tests.launch import SMALL, checkpoint_tensors, curve, run_main, train
+from tests.ranks import Group, free_port
+from tests.toy import make_model, make_ranks
+from training import checkpoint_files
+from training.checkpoint import Checkpointer, CheckpointError, Progress, load_checkpoint
+from training.checkpoint_dir import DamageError, file_sum, read_sums, write_sums
+from training.checkpoint_files import CheckpointReader, CheckpointWriter, find_fault
+from training.config import OptimizerSection, RunSection
+from training.optimizer import ShardedOptimizer
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def toy(tp: int, folder: Path, reports: list, **options):
+    """A toy model with its checkpointer: (model, optimizer, progress, checkpointer)."""
+    ranks = make_ranks(tp)
+    model = make_model(ranks, **options.pop("model", {}))
+    optimizer = ShardedOptimizer(model, OptimizerSection())
+    progress = Progress(step=1)
+    started_from = options.pop("started_from", None)
+    config = RunSection(comm_timeout=60, **options)
+    checkpointer = Checkpointer(
+        folder, model, optimizer, progress, ranks, config,
+        identity={"seed": 0}, started_from=started_from, report=reports.append,
+    )  # fmt: skip
+    return model, optimizer, progress, checkpointer
+
+
+def fill(model, optimizer, value: float) -> None:
+    """Set every weight and moment of this rank to one number."""
+    with torch.no_grad():
+        for tensor in [*optimizer.shards, *optimizer.named_state().values()]:
+            getattr(tensor, "_local_tensor", tensor).fill_(value)
+
+
+# Across layouts
+
+
+def resaved(argv: list[str], port: int, folder: Path):
+    """Run train_llm.main(), which writes what it has loaded to ``folder`` before it trains."""
+    import training.loop
+
+    def save_first(model, optimizer, data, progress, config, layout, ranks, **more):
+        with Checkpointer(
+            folder, model, optimizer, progress, ranks, config.run, identity={}
+        ) as checkpointer:
+            checkpointer.finish()
+        return real(model, optimizer, data, progress, config, layout, ranks, **more)
+
+    real = training.loop.train
+    with mock.patch("training.loop.train", save_first):
+        return run_main(argv, port)
+
+
+BATCH24 = ["--global-batch-size", 24, "--dtype", "float64", "--eval-every", 0]
+
+
+@pytest.fixture(scope="module")
+def saved_2x4(launched8, tmp_path_factory):
+    """Four steps at 2x4, to be continued, and five without a stop."""
+    base = tmp_path_factory.mktemp("saved")
+    flags = ["--num-attention-heads", 8, "--tp", 4, *BATCH24]
+    train(launched8, base / "half", *flags, "--steps", 4, "--lr-decay-steps", 5)
+    train(launched8, base / "straight", *flags, "--steps", 5)
+    return base
+
+
+@pytest.fixture(scope="module")
+def launched3():
+    group = Group(3, process_group=False)
+    yield group
+    group.close()
+
+
+@pytest.mark.parametrize("layout", ["4x2", "8x1", "1x8", "1x1", "3x1", "2x4"])
+def test_a_checkpoint_is_the_same_on_every_layout(layout, saved_2x4, request, tmp_path):
+    """Weights and moments bit for bit; the next step's loss to rounding, or to the bit."""
+    dp, tp = map(int, layout.split("x"))
+    group = request.getfixturevalue(f"launched{dp * tp}")
+    shutil.copytree(saved_2x4 / "half", tmp_path / "run")
+    argv = [*SMALL, "--run-dir", tmp_path / "run", "--num-attention-heads", 8, "--tp", tp]
+    argv = [str(x) for x in [*argv, *BATCH24, "--steps", 5]]
+    results = group.run(resaved, argv, free_port(), tmp_path / "again")
+    assert {code for code, _ in results} == {0}
+    found = checkpoint_tensors(tmp_path / "again/step-00000004")
+    expected = checkpoint_tensors(saved_2x4 / "half/checkpoints/step-00000004")
+    assert found.keys() == expected.keys() and len(found) == 21 * 4
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert all(expected[name].any() for name in expected)
+    here, there = curve(tmp_path / "run"), curve(saved_2x4 / "straight")
+    assert [row[0] for row in here] == [1, 2, 3, 4, 5]
+    assert here[4] == (there[4] if layout == "2x4" else pytest.approx(there[4], rel=1e-12))
+
+
+# Saving
+
+
+def save_and_change(folder: Path, background: bool) -> bool:
+    """Whether a save returned while its files were still being written."""
+    reports = []
+    model, optimizer, progress, saver = toy(2, folder, reports, async_checkpoint=background)
+    fill(model, optimizer, 1.0)
+    real = CheckpointWriter.write_data
+
+    def slow(self, plan, planner):
+        time.sleep(0.5)
+        return real(self, plan, planner)
+
+    with mock.patch.object(CheckpointWriter, "write_data", slow), saver:
+        saver.save()
+        early = not Path(folder, "step-00000001").exists()
+        fill(model, optimizer, 2.0)
+        progress.step, progress.tokens = 2, 99
+    assert reports == [] and saver.saved_step == 1
+    return early
+
+
+@pytest.mark.parametrize("background", [True, False])
+def test_a_save_holds_the_step_it_was_asked_for(background, ranks4, tmp_path):
+    """Also where the weights change while it is being written."""
+    early = ranks4.run(save_and_change, tmp_path, background)
+    assert early == [background] * 4
+    tensors = checkpoint_tensors(tmp_path / "step-00000001")
+    assert len(tensors) == 21 * 4 and all((t == 1).all() for t in tensors.values())
+    assert '"step": 1' in (tmp_path / "step-00000001/state.json").read_text()
+    check = ["sha256sum", "--check", "--strict", "--quiet", "SHA256SUMS"]
+    assert subprocess.run(check, cwd=tmp_path / "step-00000001").returncode == 0
+    assert names(tmp_path) == ["step-00000001"]
+
+
+def count_in_flight(folder: Path) -> int:
+    """The most saves that were being written at once, over five of them."""
+    _, _, progress, saver = toy(2, folder, [], keep_checkpoints=0)
+    real, now, most = CheckpointWriter.write_data, [], []
+
+    def counted(self, plan, planner):
+        now.append(self)
+        most.append(len(now))
+        time.sleep(0.05)
+        result = real(self, plan, planner)
+        now.remove(self)
+        return result
+
+    with mock.patch.object(CheckpointWriter, "write_data", counted), saver:
+        for progress.step in range(1, 6):
+            saver.save()
+            saver.save()  # of a step that is being saved: nothing to do
+    return max(most) + 100 * len(most)
+
+
+def test_one_save_is_in_flight(ranks2, tmp_path):
+    assert ranks2.run(count_in_flight, tmp_path) == [501, 501]
+    assert names(tmp_path) == [f"step-0000000{i}" for i in range(1, 6)]
+
+
+def grow(folder: Path, saves: int) -> float:
+    """Growth of this process's memory over some saves, in sizes of its own state."""
+
+    def resident() -> int:
+        gc.collect()
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    big = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 2, "vocab_size": 512}
+    options = {"dtype": "float32", **big}
+    model, optimizer, progress, saver = toy(1, folder, [], keep_checkpoints=1, model=options)
+    fill(model, optimizer, 1.0)
+    tensors = [*optimizer.shards, *optimizer.named_state().values()]
+    local = [getattr(t, "_local_tensor", t) for t in tensors]
+    size = sum(t.numel() * t.element_size() for t in local)
+    assert size > 2 * 10**7
+    # What DCP imports for its first save is not memory per save.
+    scrap = toy(1, folder / "scrap", [])[3]
+    scrap.finish()
+    del scrap
+    before, most = resident(), 0
+    with saver:
+        for progress.step in range(1, saves + 1):
+            saver.save()
+            most = max(most, resident() - before)
+    return max(most, resident() - before) / size
+
+
+def test_fifty_saves_cost_one_copy(ranks1, tmp_path):
+    (growth,) = ranks1.run(grow, tmp_path, 50)
+    assert growth < 1.5
+    assert names(tmp_path) == ["scrap", "step-00000050"]
+
+
+def fail_and_retry(folder: Path, background: bool) -> tuple:
+    """Three saves and the last step's; the first two have no folder to go to."""
+    reports = []
+    _, _, progress, saver = toy(2, folder, reports, async_checkpoint=background)
+    ranks = make_ranks(2)
+    with saver:
+        saver.save()
+        progress.step = 2
+        saver.save()
+        try:
+            saver.finish()
+        except CheckpointError as error:
+            reports.append(repr(error))
+        dist.barrier(ranks.control)
+        if ranks.rank == 0:
+            folder.unlink()
+            folder.mkdir()
+        dist.barrier(ranks.control)
+        progress.step = 3
+        saver.save()
+        progress.step = 4
+        saver.finish()
+        assert saver.saved_step == 4 and saver.fault is None
+    return tuple(reports)
+
+
+@pytest.mark.parametrize("background", [True, False])
+def test_a_save_that_fails_is_reported_and_tried_again(background, ranks4, tmp_path):
+    folder = tmp_path / "checkpoints"
+    folder.touch()
+    (found,) = set(ranks4.run(fail_and_retry, folder, background))
+    *faults, recovered = found
+    assert recovered is None and any("CheckpointError" in fault for fault in faults)
+    assert "step-00000001 cannot be written: NotADirectoryError" in faults[0]
+    assert all("cannot be written: NotADirectoryError" in fault for fault in faults)
+    assert names(folder) == ["step-00000003", "step-00000004"]
+
+
+def prune(folder: Path, first: Path, keep: int) -> None:
+    _, _, progress, saver = toy(2, folder, [], started_from=first, keep_checkpoints=keep)
+    with saver:
+        for progress.step in range(2, 6):
+            saver.save()
+
+
+@pytest.mark.parametrize("keep, kept", [(1, [5]), (2, [4, 5]), (0, [2, 3, 4, 5])])
+def test_what_is_kept(keep, kept, ranks2, tmp_path):
+    """Strays are neither counted nor touched, and the one started from stays."""
+    first = tmp_path / "step-00000001"
+    ranks2.run(save_and_change, tmp_path, False)
+    (tmp_path / "step-00000009").mkdir()
+    (tmp_path / "step-100-old").mkdir()
+    (tmp_path / "latest.tmp").touch()
+    ranks2.run(prune, tmp_path, first, keep)
+    expected = [f"step-0000000{i}" for i in (1, *kept)]
+    assert names(tmp_path) == ["latest.tmp", *expected, "step-00000009", "step-100-old"]
+
+
+# Damage
+
+
+class Mark:
+    """Unpickling it makes a file."""
+
+    def __init__(self, path: Path):
+        self.path = str(path)
+
+    def __reduce__(self):
+        return os.mkdir, (self.path,)
+
+
+def shard(folder: Path) -> Path:
+    return sorted(folder.glob("*.distcp"))[0]
+
+
+def truncate(folder: Path) -> None:
+    os.truncate(shard(folder), shard(folder).stat().st_size - 100)
+
+
+def flip(folder: Path, name: str | None = None) -> None:
+    file = folder / name if name else shard(folder)
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+
+
+def shorten_sums(folder: Path) -> None:
+    lines = (folder / "SHA256SUMS").read_text().splitlines(keepends=True)
+    (folder / "SHA256SUMS").write_text("".join(lines[:-2]))
+
+
+def plant(folder: Path) -> None:
+    (folder / ".metadata").write_bytes(pickle.dumps(Mark(folder.parent / "marker")))
+    write_sums(folder, read_sums(folder) | {".metadata": file_sum(folder / ".metadata")})
+
+
+def plant_bytes(folder: Path) -> None:
+    """A tensor that the metadata calls a pickle, and the pickle in its shard."""
+    metadata = dcp.FileSystemReader(folder).read_metadata()
+    name = "model.model.norm.weight"
+    metadata.state_dict_metadata[name] = dcp.metadata.BytesStorageMetadata()
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    write_sums(folder, read_sums(folder) | {".metadata": file_sum(folder / ".metadata")})
+
+
+DAMAGE = {
+    "shard truncated": (truncate, "__0_0.distcp differs from its checksum"),
+    "shard empty": (lambda f: os.truncate(shard(f), 0), "__0_0.distcp differs"),
+    "shard missing": (lambda f: shard(f).unlink(), "__0_0.distcp is missing"),
+    "shard flipped": (flip, "__0_0.distcp differs from its checksum"),
+    "metadata missing": (lambda f: (f / ".metadata").unlink(), ".metadata is missing"),
+    "metadata flipped": (lambda f: flip(f, ".metadata"), ".metadata differs"),
+    "state missing": (lambda f: (f / "state.json").unlink(), "state.json is missing"),
+    "state flipped": (lambda f: flip(f, "state.json"), "state.json differs"),
+    "sums missing": (lambda f: (f / "SHA256SUMS").unlink(), "SHA256SUMS is missing"),
+    "sums flipped": (lambda f: flip(f, "SHA256SUMS"), ""),
+    "sums shortened": (shorten_sums, "SHA256SUMS does not name"),
+    "malicious metadata": (plant, ".metadata names posix.mkdir, which no checkpoint needs"),
+    "malicious entry": (plant_bytes, "BytesStorageMetadata, which no checkpoint needs"),
+}
+
+
+def faults(folders: list[Path]) -> list[str | None]:
+    return [find_fault(folder, make_ranks(2)) for folder in folders]
+
+
+def test_every_damage_is_found_by_all_ranks(ranks4, tmp_path):
+    ranks4.run(save_and_change, tmp_path / "good", False)
+    folders = [tmp_path / "good/step-00000001"]
+    for name, (damage, _) in DAMAGE.items():
+        folders.append(tmp_path / name.replace(" ", "-"))
+        shutil.copytree(folders[0], folders[-1])
+        damage(folders[-1])
+    found = ranks4.run(faults, folders)
+    assert found == [found[0]] * 4
+    assert found[0][0] is None
+    for (name, (_, expected)), fault in zip(DAMAGE.items(), found[0][1:], strict=True):
+        assert fault and expected in fault, (name, fault)
+    assert not (tmp_path / "marker").exists()
+
+
+def test_the_planted_pickles_would_run(ranks2, tmp_path):
+    """The test above would pass if they were harmless."""
+    ranks2.run(save_and_change, tmp_path, False)
+    folder = tmp_path / "step-00000001"
+    plant(folder)
+    with pytest.raises(DamageError):
+        CheckpointReader(folder).read_metadata()
+    assert not (tmp_path / "marker").exists()
+    with pytest.raises(AttributeError):
+        dcp.FileSystemReader(folder).read_metadata()
+    assert (tmp_path / "marker").exists()
+
+
+@pytest.mark.parametrize("data", [b"", b"\x80\x05", b"garbage", pickle.dumps({"a": 1})])
+def test_metadata_that_is_none(data, tmp_path):
+    (tmp_path / ".metadata").write_bytes(data)
+    with pytest.raises(DamageError, match="cannot be read"):
+        CheckpointReader(tmp_path).read_metadata()
+
+
+def files_read(folder: Path) -> list[str]:
+    ranks, read = make_ranks(2), []
+
+    def note(checkpoint, name, sums):
+        read.append(name)
+
+    with mock.patch.object(checkpoint_files, "check_file", note):
+        assert find_fault(folder, ranks) is None
+    return read
+
+
+def test_each_rank_reads_its_share(ranks4, tmp_path):
+    ranks4.run(save_and_change, tmp_path, False)
+    read = ranks4.run(files_read, tmp_path / "step-00000001")
+    everything = names(tmp_path / "step-00000001")
+    everything.remove("SHA256SUMS")
+    assert sorted(name for share in read for name in share) == everything and len(everything) == 6
+    assert max(map(len, read)) == 2
+
+
+def load_damaged(folder: Path) -> str:
+    model, optimizer, progress, _ = toy(2, folder.parent, [])
+    ranks = make_ranks(2)
+    if ranks.rank == 3:
+        flip(folder, "__1_0.distcp")
+        truncate(folder)
+    dist.barrier(ranks.control)
+    try:
+        load_checkpoint(folder, model, optimizer, progress, ranks)
+    except CheckpointError as error:
+        return str(error)
+
+
+def test_damage_after_the_check_is_one_line_on_all_ranks(ranks4, tmp_path):
+    """No rank is left waiting for one that could not read."""
+    ranks4.run(save_and_change, tmp_path, False)
+    started = time.monotonic()
+    (found,) = set(ranks4.run(load_damaged, tmp_path / "step-00000001"))
+    assert "step-00000001 cannot be read" in found and "\n" not in found
+    assert time.monotonic() - started < 20

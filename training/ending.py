@@ -1,0 +1,178 @@
+"""How a run ends: finished, stopped on purpose, failed or stuck, and what is said of it."""
+
+import contextlib
+import math
+import os
+import signal
+import statistics
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch.distributed as dist
+
+from parallel.layout import Layout
+from parallel.mesh import Ranks
+from training.checkpoint import CheckpointError, Progress
+from training.checkpoint_dir import read_checkpoint_state
+from training.config import Config, seconds
+from training.heartbeat import Heartbeat, Stall
+from training.loop import SIGNAL, TIME, NonFiniteError
+from training.reporter import Reporter
+from training.run_dir import RunDir, rank_logger
+from training.start import describe
+
+# Training and heartbeat may both find that the run has failed; neither ends it while one speaks.
+_speaking = threading.Lock()
+
+
+@contextlib.contextmanager
+def reporting(
+    run: RunDir,
+    config: Config,
+    layout: Layout,
+    ranks: Ranks,
+    checkpoint: Path | None,
+    progress: Progress,
+) -> Iterator[tuple[Reporter | None, Heartbeat]]:
+    """The reporter of this run (None but on rank 0), its heartbeat, and what is said if it fails.
+
+    If the block raises or the training is stuck, the process ends with exit code 1. Every rank's
+    log has its own traceback. The rank that fails first writes ``status.json`` and is the one that
+    speaks on stderr, since the others mostly fail of its absence.
+    """
+
+    def end(reporter: Reporter | None) -> None:
+        if reporter:
+            reporter.close(exit_code=1)
+        sys.stdout.flush()
+        with _speaking:
+            # Not sys.exit: a process group whose peers are gone may never come down.
+            os._exit(1)
+
+    def stalled(stall: Stall) -> None:
+        rank_logger(run, ranks.rank).error("%s", stall.message)
+        _speak(run, stall.rank, stall.step, stall.message)
+        end(None)
+
+    reporter, heartbeat = None, Heartbeat(ranks, config.run.comm_timeout, stalled)
+    try:
+        if ranks.rank == 0:
+            first = read_checkpoint_state(checkpoint)["step"] if checkpoint else 0
+            reporter = Reporter(
+                run,
+                config.run,
+                config_dump=config.model_dump(mode="json") | {"layout_name": layout.name},
+                first_step=first,
+                steps=config.step.steps,
+            )
+            for line in describe(config, layout, ranks, checkpoint):
+                reporter.message(line)
+        yield reporter, heartbeat
+    except BaseException as error:  # DCP's own exception is not an Exception
+        if isinstance(error, SystemExit | KeyboardInterrupt):
+            raise
+        _fail(error, run, ranks, progress, heartbeat)
+        end(reporter)
+
+
+def _fail(
+    error: BaseException, run: RunDir, ranks: Ranks, progress: Progress, heartbeat: Heartbeat
+) -> None:
+    step = progress.step + 1
+    rank_logger(run, ranks.rank).exception("failed in step %d", step)
+    if run.has_failed():
+        return
+    if isinstance(error, NonFiniteError):
+        _speak(run, error.ranks[0], error.step, str(error))
+    elif isinstance(error, CheckpointError):
+        _speak(run, ranks.rank, progress.step, str(error))
+    elif _is_lost_peer(error) and (stall := heartbeat.find_stall()):
+        # A process that was killed cannot speak for itself.
+        _speak(run, stall.rank, stall.step, stall.message)
+    else:
+        text = f"{type(error).__name__}: {error}"
+        _speak(run, ranks.rank, step, text, traceback.format_exc().rstrip())
+
+
+def _is_lost_peer(error: BaseException) -> bool:
+    return isinstance(error, dist.DistError) or "gloo" in str(error)
+
+
+def _speak(run: RunDir, rank: int, step: int, text: str, detail: str | None = None) -> None:
+    """Say that ``rank`` failed, if no rank has said anything yet."""
+    with _speaking:
+        if run.fail(rank, step, text):
+            print(
+                f"train_llm.py: error on rank {rank}: {detail or text}", file=sys.stderr, flush=True
+            )
+
+
+def report_save(
+    run: RunDir, ranks: Ranks, reporter: Reporter | None
+) -> Callable[[str | None], None]:
+    """What is said when a checkpoint cannot be written (its fault), and when the next one can."""
+
+    def report(fault: str | None) -> None:
+        text = f"{fault}; training goes on" if fault else "checkpoints can be written again"
+        rank_logger(run, ranks.rank).warning(text)
+        if reporter:
+            print(f"train_llm.py: warning: {text}", file=sys.stderr, flush=True)
+            # Where nothing can be written, there is nothing to be done about that.
+            with contextlib.suppress(OSError):
+                run.write_status("running", **({"checkpoint_fault": fault} if fault else {}))
+
+    return report
+
+
+def stop_requests(started: float, stop_after: str | None) -> Callable[[], str | None]:
+    """Catch the signals that ask to stop; the result says why this process is to stop, or None.
+
+    Args:
+        started: ``time.monotonic()`` when the process began.
+        stop_after: ``--stop-after``.
+    """
+    received = []
+    for name in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+        signal.signal(name, lambda number, _: received.append(number))
+    end = started + seconds(stop_after) if stop_after else math.inf
+
+    def why() -> str | None:
+        return SIGNAL if received else TIME if time.monotonic() >= end else None
+
+    return why
+
+
+def finish(
+    stopped: str | None,
+    run: RunDir,
+    progress: Progress,
+    ranks: Ranks,
+    reporter: Reporter | None,
+    heartbeat: Heartbeat,
+) -> None:
+    """Write the final status, say where everything is, and take the process group down."""
+    heartbeat.stop()
+    outcome = "stopped" if stopped else "finished"
+    if reporter:
+        reporter.flush()
+        run.write_status(outcome, step=progress.step, **({"reason": stopped} if stopped else {}))
+        reporter.close()
+        if rows := reporter.rows:
+            speed = statistics.median(row["tokens_per_s"] for row in rows)
+            memory = max(row["peak_memory_bytes"] or 0 for row in rows) / 2**20
+            loss = "none" if rows[-1]["loss"] is None else f"{rows[-1]['loss']:.4f}"
+            print(
+                f"{outcome} at step {progress.step}: loss {loss}, "
+                f"median {speed:,.0f} tokens/s, peak memory {memory:,.0f} MiB per rank"
+            )
+        print(f"run directory: {run.path}", flush=True)
+        run.unlock()
+    rank_logger(run, ranks.rank).info("%s at step %d", outcome, progress.step)
+    # Everything is saved. A rank that has left already closes its connections on the others.
+    with contextlib.suppress(RuntimeError):
+        dist.barrier(ranks.control)
+        dist.destroy_process_group()

@@ -1,0 +1,124 @@
+"""Which rank is stuck, and where: every rank tells the others its step and phase.
+
+A rank that waits in a collective cannot tell why the others do not come. So a thread of each
+process writes into the store what its training is doing, and ends the process when the training
+has stood still for too long because of a rank that is gone or behind.
+"""
+
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+from parallel.mesh import Ranks
+
+
+class Beat(NamedTuple):
+    """What a rank last said: ``beats`` grows while its process lives, ``moves`` while it trains."""
+
+    beats: int
+    moves: int
+    step: int
+    phase: str
+    host: str
+
+
+class Stall(NamedTuple):
+    """The rank that the others wait for, its last step, and a line that says so."""
+
+    rank: int
+    step: int
+    message: str
+
+
+class Heartbeat:
+    """The pulse of this rank, and the watch over all of them.
+
+    Args:
+        limit: seconds that the training may stand still. One that stands still on all ranks alike,
+            as in a long save, is left alone.
+        on_stall: called from the watching thread, since the training is stuck; it is to end the
+            process.
+    """
+
+    def __init__(self, ranks: Ranks, limit: float, on_stall: Callable[[Stall], None]):
+        self._rank, self._world_size = ranks.rank, ranks.launch.world_size
+        self._limit, self._on_stall = limit, on_stall
+        self._interval = min(2.0, limit / 20)
+        self._beats, self._now, self._moved = 0, (0, 0, "start"), time.monotonic()
+        self._stopped = threading.Event()
+        if self._world_size > 1:
+            # A client of its own, since a wait in the training would keep this one waiting too.
+            self._store = ranks.store.clone()
+            self._beat()
+            threading.Thread(target=self._watch, name="heartbeat", daemon=True).start()
+
+    def at(self, step: int, phase: str) -> None:
+        """Note what this rank does from now on; all ranks note the same phases in the same order.
+
+        It is an assignment: the thread does the rest.
+        """
+        self._now, self._moved = (self._now[0] + 1, step, phase), time.monotonic()
+
+    def stop(self) -> None:
+        """Stop watching: the ranks are about to leave."""
+        self._stopped.set()
+
+    def find_stall(self) -> Stall | None:
+        """Who keeps the others waiting, found by listening for a few seconds; None if nobody."""
+        first = self._read_all()
+        for _ in range(3):
+            time.sleep(self._interval)
+            self._beat()  # the others listen too
+        last = self._read_all()
+        if first is None or last is None:
+            message = "rank 0 or its node does not answer: the store of the launch is there"
+            return Stall(0, 0, message)
+        silent = [r for r in range(self._world_size) if last[r].beats == first[r].beats]
+        behind = min(beat.moves for beat in last)
+        if silent:
+            ranks, what = silent, "does not answer: its process is stopped or gone"
+        elif behind < max(beat.moves for beat in last):
+            ranks = [r for r in range(self._world_size) if last[r].moves == behind]
+            what = "is behind"
+        else:
+            return None
+        rank, beat, mine = ranks[0], last[ranks[0]], last[self._rank]
+        more = f" (and {len(ranks) - 1} more)" if len(ranks) > 1 else ""
+        message = f"rank {rank} on {beat.host}{more} {what}; last in step {beat.step}, {beat.phase}"
+        if rank != self._rank:
+            message += f". Rank {self._rank} waits for it in step {mine.step}, {mine.phase}"
+        return Stall(rank, beat.step, message)
+
+    def _watch(self) -> None:
+        # The listening takes three intervals; with a fourth to spare it ends within the limit.
+        patience = self._limit - 4 * self._interval
+        while not self._stopped.wait(self._interval):
+            self._beat()
+            moved = self._moved
+            if time.monotonic() - moved < patience:
+                continue
+            stall = self.find_stall()
+            if stall and moved == self._moved and not self._stopped.is_set():
+                self._on_stall(stall)
+
+    def _beat(self) -> None:
+        self._beats += 1
+        beat = Beat(self._beats, *self._now, socket.gethostname())
+        self._store.set(f"heartbeat/{self._rank}", json.dumps(beat))
+
+    def _read_all(self) -> list[Beat] | None:
+        """The last beat of each rank; None if the store does not answer."""
+        found = []
+
+        def read() -> None:
+            keys = [f"heartbeat/{rank}" for rank in range(self._world_size)]
+            found.extend(Beat(*json.loads(text)) for text in self._store.multi_get(keys))
+
+        # The store's own timeout is that of a start, minutes long.
+        thread = threading.Thread(target=read, daemon=True)
+        thread.start()
+        thread.join(self._interval)
+        return found if len(found) == self._world_size else None
