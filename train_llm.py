@@ -19,6 +19,7 @@ def main() -> None:
 
     import torch
 
+    from models.hf import load_weights
     from models.initialization import init_weights
     from models.llama import Llama
     from parallel import parallelize
@@ -52,7 +53,10 @@ def main() -> None:
             model = Llama(config.model).to(start.parameter_dtype(config))
         parallelize(model, ranks.mesh, **start.parallel_options(config, ranks))
         model.to_empty(device=ranks.device)
-        init_weights(model, config.step.seed)
+        if config.init_from and not checkpoint:
+            load_weights(config.init_from, model)
+        else:
+            init_weights(model, config.step.seed)
         optimizer = ShardedOptimizer(model, config.optimizer)
         if checkpoint:
             load_checkpoint(checkpoint, model, optimizer, progress, ranks)

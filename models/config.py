@@ -1,6 +1,7 @@
 """The architecture of a Llama, in the field names of Hugging Face's config.json. Torch-free."""
 
 import json
+import math
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -51,6 +52,11 @@ class LlamaConfig(BaseModel):
     tie_word_embeddings: bool = Field(
         False, description="Share one matrix between the token embedding and the output head."
     )
+    max_position_embeddings: PositiveInt | None = Field(
+        None,
+        description="Longest sequence, only written on export; none: the sequence length trained "
+        "on.",
+    )
 
     @property
     def kv_heads(self) -> int:
@@ -70,11 +76,34 @@ class LlamaConfig(BaseModel):
         return self.num_hidden_layers * (attention + 3 * d * f) + self.vocab_size * d
 
     @property
+    def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Name and shape of every trained parameter; a tied head is the embedding, and left out."""
+        d, f, head = self.hidden_size, self.intermediate_size, self.head_size
+        q, kv = self.num_attention_heads * head, self.kv_heads * head
+        block = {
+            "input_layernorm": (d,),
+            "self_attn.q_proj": (q, d),
+            "self_attn.k_proj": (kv, d),
+            "self_attn.v_proj": (kv, d),
+            "self_attn.o_proj": (d, q),
+            "post_attention_layernorm": (d,),
+            "mlp.gate_proj": (f, d),
+            "mlp.up_proj": (f, d),
+            "mlp.down_proj": (d, f),
+        }
+        shapes = {"model.embed_tokens.weight": (self.vocab_size, d)}
+        for layer in range(self.num_hidden_layers):
+            for name, shape in block.items():
+                shapes[f"model.layers.{layer}.{name}.weight"] = shape
+        shapes["model.norm.weight"] = (d,)
+        if not self.tie_word_embeddings:
+            shapes["lm_head.weight"] = (self.vocab_size, d)
+        return shapes
+
+    @property
     def num_parameters(self) -> int:
         """All trained parameters; a tied embedding counts once."""
-        norms = (2 * self.num_hidden_layers + 1) * self.hidden_size
-        embedding = 0 if self.tie_word_embeddings else self.vocab_size * self.hidden_size
-        return self.num_matmul_parameters + norms + embedding
+        return sum(map(math.prod, self.parameter_shapes.values()))
 
     def architecture_error(self) -> str | None:
         """One line naming what does not fit together inside the model, or None."""
@@ -110,18 +139,14 @@ def read_hf_config(path: str | Path) -> dict:
     try:
         raw = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ValueError(f"--model-config {path}: cannot read {file}: {error}") from error
+        raise ValueError(f"{path}: cannot read {file}: {error}") from error
     if not isinstance(raw, dict) or raw.get("model_type") != "llama":
         found = raw.get("model_type") if isinstance(raw, dict) else type(raw).__name__
-        raise ValueError(
-            f"--model-config {file}: model_type is {found!r}; only 'llama' is supported"
-        )
+        raise ValueError(f"{file}: model_type is {found!r}; only 'llama' is supported")
     only = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
     for key, wanted in (only | {"partial_rotary_factor": 1.0}).items():
         if raw.get(key, wanted) != wanted:
-            raise ValueError(
-                f"--model-config {file}: {key} is {raw[key]!r}; only {wanted!r} is supported"
-            )
+            raise ValueError(f"{file}: {key} is {raw[key]!r}; only {wanted!r} is supported")
 
     required = (
         "hidden_size",
@@ -131,13 +156,13 @@ def read_hf_config(path: str | Path) -> dict:
         "vocab_size",
     )
     if missing := [key for key in required if raw.get(key) is None]:
-        raise ValueError(f"--model-config {file}: {', '.join(missing)} is missing")
+        raise ValueError(f"{file}: {', '.join(missing)} is missing")
 
     known = {key: raw[key] for key in LlamaConfig.model_fields if raw.get(key) is not None}
     known.pop("rope_scaling", None)
     key = "rope_parameters" if raw.get("rope_parameters") else "rope_scaling"
     if not isinstance(raw.get(key) or {}, dict):
-        raise ValueError(f"--model-config {file}: {key} must be an object, not {raw[key]!r}")
+        raise ValueError(f"{file}: {key} must be an object, not {raw[key]!r}")
     rope = dict(raw.get(key) or {})
     known["rope_theta"] = rope.pop("rope_theta", raw.get("rope_theta", 10000.0))
     # Absent fields mean transformers' defaults, which are not all this project's.
@@ -146,12 +171,11 @@ def read_hf_config(path: str | Path) -> dict:
     rope_type = rope.pop("rope_type", rope.pop("type", "default"))
     rope.pop("type", None)
     if rope.pop("partial_rotary_factor", 1.0) != 1.0:
-        raise ValueError(f"--model-config {file}: only partial_rotary_factor 1.0 is supported")
+        raise ValueError(f"{file}: only partial_rotary_factor 1.0 is supported")
     if rope_type == "llama3":
         known["rope_scaling"] = {"rope_type": rope_type, **rope}
     elif rope_type != "default":
         raise ValueError(
-            f"--model-config {file}: rope type {rope_type!r} is not supported; "
-            "only 'default' and 'llama3' are"
+            f"{file}: rope type {rope_type!r} is not supported; only 'default' and 'llama3' are"
         )
     return known

@@ -46,6 +46,19 @@ def _chunks(seed: int, name: str, shape: tuple[int, int], first: int, last: int,
         yield low, block[low - start : high - start]
 
 
+def local_part(parameter: Tensor) -> tuple[Tensor, tuple[int, ...]]:
+    """This rank's part of a parameter as a plain tensor, and the global index of its first element.
+
+    The part is a block of the whole, also where both dims of a mesh cut the same dim.
+    """
+    if not isinstance(parameter, DTensor):
+        return parameter, (0,) * parameter.ndim
+    _, offset = compute_local_shape_and_global_offset(
+        parameter.shape, parameter.device_mesh, parameter.placements
+    )
+    return parameter.to_local(), tuple(offset)
+
+
 @torch.no_grad()
 def init_weights(model: Llama, seed: int) -> None:
     """Fill every parameter: ones for norms, normal with :func:`initial_std` for matrices.
@@ -57,13 +70,7 @@ def init_weights(model: Llama, seed: int) -> None:
     """
     config = model.config
     for name, parameter in model.named_parameters():
-        local: Tensor = parameter
-        offset = (0,) * parameter.ndim
-        if isinstance(parameter, DTensor):
-            local = parameter.to_local()
-            _, offset = compute_local_shape_and_global_offset(
-                parameter.shape, parameter.device_mesh, parameter.placements
-            )
+        local, offset = local_part(parameter)
         if parameter.ndim == 1:
             local.fill_(1)
             continue

@@ -240,7 +240,7 @@ def settle_flags(
         ConfigError: in one line, naming what differs.
     """
     out, file = options.out, options.out / "comparison_flags.json"
-    new = {"--recipe": base.recipe}
+    new = {"--recipe": base.recipe, "--init-from": base.init_from and str(base.init_from)}
     for section in base.model_dump(mode="json").values():
         if isinstance(section, dict):
             new |= {flag(key): value for key, value in section.items() if flag(key) not in FREE}

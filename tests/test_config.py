@@ -98,6 +98,7 @@ def test_what_the_file_leaves_out_is_not_the_recipes():
 def test_imported_model_wins():
     """C92: every value of the file differs from the recipe's."""
     file = {"rope_theta": 1e6, "rms_norm_eps": 1e-6, "head_dim": 24, "tie_word_embeddings": True}
+    file |= {"max_position_embeddings": 4096}
     model = with_model_config(file | {"num_key_value_heads": 2}).model
     assert model.model_dump(exclude={"rope_scaling"}) == {
         **{key: value for key, value in LLAMA.items() if key != "model_type"},
@@ -172,7 +173,7 @@ def assert_reads_back(config: Config) -> None:
     Path("resolved.toml").write_text(to_toml(config), encoding="utf-8")
     again = load_recipe("resolved.toml")
     assert again.model_dump(exclude={"recipe"}) == config.model_dump(
-        exclude={"recipe", "config_json"}
+        exclude={"recipe", "config_json", "init_from"}
     )
 
 
@@ -304,6 +305,7 @@ IDENTITY = {
     "--rope-scaling": (json.dumps(SCALING), "{'rope_type': 'llama3'", "None"),
     "--rms-norm-eps": ("1e-6", "1e-06", "1e-05"),
     "--tie-word-embeddings": (None, "True", "False"),
+    "--max-position-embeddings": ("4096", "4096", "None"),
     "--seq-len": ("256", "256", "128"),
     "--seed": ("1", "1", "0"),
     "--global-batch-size": ("16", "16", "8"),

@@ -23,7 +23,7 @@ FLAGS = {
     "--" + name.replace("_", "-")
     for section in Config.model_fields.values()
     for name in getattr(section.annotation, "model_fields", {})
-} | {"--recipe", "--model-config"}
+} | {"--recipe", "--model-config", "--init-from"}
 
 
 def world(n: int, **extra: str | None) -> dict[str, str]:
@@ -249,8 +249,9 @@ RECIPES = {
     ),
     "syntax": ("[step\nsteps = 3", ["line 1"]),
     "encoding": (b"[step]\nsteps = 3 # \xff\n", ["utf-8"]),
-    # The field behind --model-config is no key: it would be read by nobody.
-    "config-json": ("config_json = 'config.json'", ["config_json"]),
+    # The fields behind --model-config and --init-from are no keys: they would be read by nobody.
+    "config-json": ("config_json = 'config.json'", ["config_json", "--model-config"]),
+    "init-from": ("init_from = 'hf'", ["init_from", "--init-from"]),
 }
 
 

@@ -7,6 +7,7 @@ import sys
 import time
 from pathlib import Path
 
+from models.hf import check_weights
 from parallel.layout import (
     Launch,
     Layout,
@@ -65,9 +66,21 @@ def check(config: Config, launch: Launch) -> Layout:
         )
     if launch.rank == 0 and config.data.dataset not in ("stdlib", "synthetic"):
         local_files(config.data.dataset)
+    # A checkpoint beats --init-from, whose weights are then not read.
+    if launch.rank == 0 and config.init_from and not RunDir(config.run_dir).newest_checkpoint():
+        _check_init_from(config)
     if config.run_dir.exists() and not config.run_dir.is_dir():
         raise ConfigError(f"--run-dir {config.run_dir} is a file: name a directory")
     return layout
+
+
+def _check_init_from(config: Config) -> None:
+    try:
+        notes = check_weights(config.init_from, config.model)
+    except ValueError as error:
+        raise ConfigError(f"--init-from {error}") from None
+    for note in notes:
+        print(f"--init-from {config.init_from}: {note}", file=sys.stderr)
 
 
 def identity(config: Config) -> dict:
@@ -137,7 +150,7 @@ def check_resume(config: Config, checkpoint: Path) -> None:
             )
 
 
-def refuse(message: str, launch: Launch) -> None:
+def refuse(message: str, launch: Launch, program: str = "train_llm.py") -> None:
     """End this process with exit code 2 and one line on stderr, printed by rank 0 alone.
 
     torchrun ends all ranks as soon as one has left, so the others wait to be ended. A rank that is
@@ -148,7 +161,7 @@ def refuse(message: str, launch: Launch) -> None:
         message = message or "bad command line; rank 0 says more"
         message = f"rank {launch.rank} on {socket.gethostname()}: {message}"
     if launch.local_rank == 0 and message:
-        print(f"train_llm.py: error: {message}", file=sys.stderr, flush=True)
+        print(f"{program}: error: {message}", file=sys.stderr, flush=True)
     sys.stdout.flush()
     # Not sys.exit: other threads and exit handlers must not delay the end.
     os._exit(2)

@@ -1,7 +1,7 @@
 """The one schema of a run: recipe TOML plus command line. Torch-free.
 
-Precedence: flag > ``--model-config`` > recipe. Every table of a recipe is a group of ``--help``,
-and every key has the name of its flag with underscores.
+Precedence: flag > ``--model-config`` or ``--init-from`` > recipe. Every table of a recipe is a
+group of ``--help``, and every key has the name of its flag with underscores.
 """
 
 import contextlib
@@ -228,6 +228,12 @@ class Config(Section):
         description="A Hugging Face config.json (or its directory) with the model's dimensions; "
         "none: the recipe's.",
     )
+    init_from: Path | None = Field(
+        None,
+        exclude=True,
+        description="A directory with a Hugging Face Llama (config.json, safetensors, and its "
+        "tokenizer if there is one) to start from; none: random weights.",
+    )
     layout: LayoutSection = Field(default_factory=LayoutSection)
     model: ModelSection = Field(default_factory=ModelSection)
     step: StepSection = Field(default_factory=StepSection)
@@ -307,8 +313,9 @@ def load_recipe(name: str) -> Config:
             table = tomllib.load(f)
     except (OSError, ValueError) as error:  # a TOML error, or bytes that are not UTF-8
         raise ConfigError(f"--recipe {name}: {file}: {error}") from None
-    if "config_json" in table:
-        raise ConfigError(f"--recipe {name}: unknown key 'config_json': use --model-config")
+    for key, instead in (("config_json", "--model-config"), ("init_from", "--init-from")):
+        if key in table:
+            raise ConfigError(f"--recipe {name}: unknown key {key!r}: use {instead}")
     try:
         return Config(**{**table, "recipe": name})
     except ConfigError as error:
@@ -333,6 +340,41 @@ def _rope_scaling_from_json(info):
     )
 
 
+def _take_hf_config(argv: list[str], defaults: Config) -> tuple[str, dict]:
+    """Put the model of --model-config or --init-from, if given, over that of the recipe.
+
+    The tokenizer of --init-from goes with its weights: any other one would give other meanings to
+    the rows of its embedding.
+
+    Returns:
+        The flag that names it, and what it states, by field name.
+    """
+    source = "--init-from"
+    path, model_config = (_early_flag(argv, name) for name in (source, "--model-config"))
+    if path and model_config:
+        raise ConfigError(
+            f"--init-from {path} and --model-config {model_config} both state the model: "
+            "leave out --model-config"
+        )
+    if path and not Path(path).is_dir():
+        hint = f"; if it is a hub name, first run: hf download {path} --local-dir DIR"
+        missing = "is not a directory" if Path(path).exists() else f"there is no such folder{hint}"
+        raise ConfigError(f"--init-from {path}: {missing}")
+    if not path:
+        source, path = "--model-config", model_config
+    if not path:
+        return source, {}
+    try:
+        stated = read_hf_config(path)
+        defaults.model = ModelSection(**stated)
+    except (ValueError, ConfigError) as error:
+        where = "" if isinstance(error, ValueError) else f"{path}: "
+        raise ConfigError(f"{source} {where}{error}") from None
+    if source == "--init-from" and (Path(path) / "tokenizer.json").is_file():
+        stated["tokenizer"] = defaults.data.tokenizer = path
+    return source, stated
+
+
 def parse_flags(argv: list[str], console: bool = True) -> Config:
     """Turn a command line into a config; nothing is checked yet beyond each value's own range.
 
@@ -341,16 +383,7 @@ def parse_flags(argv: list[str], console: bool = True) -> Config:
         SystemExit: from tyro, for ``--help`` (0) and for what it cannot parse (2, and it says so).
     """
     defaults = load_recipe(_early_flag(argv, "--recipe") or "debug")
-    stated = {}
-    if path := _early_flag(argv, "--model-config"):
-        try:
-            stated = read_hf_config(path)
-        except ValueError as error:
-            raise ConfigError(str(error)) from None
-        try:
-            defaults.model = ModelSection(**stated)
-        except ConfigError as error:
-            raise ConfigError(f"--model-config {path}: {error}") from None
+    source, stated = _take_hf_config(argv, defaults)
     # tyro's console_outputs leaves its report of a bad value on.
     quiet = contextlib.nullcontext() if console else contextlib.redirect_stderr(io.StringIO())
     with quiet:
@@ -366,10 +399,17 @@ def parse_flags(argv: list[str], console: bool = True) -> Config:
             console_outputs=console,
         )
     for key, value in stated.items():
-        now = getattr(config.model, key)
+        now = config.data.tokenizer if key == "tokenizer" else getattr(config.model, key)
         now = now.model_dump() if isinstance(now, BaseModel) else now
         if now != value and console:
-            print(f"{flag(key)} {now} overrides {value} of --model-config", file=sys.stderr)
+            print(f"{flag(key)} {now} overrides {value} of {source}", file=sys.stderr)
+    own = stated.get("tokenizer") or _early_flag(argv, "--tokenizer")
+    if config.init_from and console and not own:
+        print(
+            f"--init-from {config.init_from} holds no tokenizer.json: its weights are trained "
+            f"with --tokenizer {config.data.tokenizer} of the recipe",
+            file=sys.stderr,
+        )
     return config
 
 
