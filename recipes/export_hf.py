@@ -15,6 +15,7 @@ import json
 import os
 import sys
 import time
+import warnings
 from pathlib import Path
 
 from models.config import LlamaConfig
@@ -108,20 +109,47 @@ def plan_files(config: LlamaConfig, dtype: str, max_shard_size: str):
         raise ConfigError(f"--max-shard-size {max_shard_size}: {one_line(error)}") from None
 
 
-def write_shard(checkpoint: Path, names: list[str], config: LlamaConfig, dtype: str, to: Path):
-    """Read some tensors of a checkpoint, whole, and write them into one safetensors file."""
-    import torch
+def load_tensors(checkpoint: Path, tensors: dict, **options) -> None:
+    """Fill tensors or DTensors, by parameter name, from a checkpoint; cast to their dtype.
+
+    Args:
+        options: of ``dcp.load``.
+
+    Raises:
+        ConfigError: if it cannot be read.
+    """
     import torch.distributed.checkpoint as dcp
-    from safetensors.torch import save_file
+    from torch.distributed.checkpoint.api import CheckpointException
 
     from training.checkpoint import CheckpointReader
 
+    try:
+        reader = CheckpointReader(checkpoint)
+        with warnings.catch_warnings():
+            # That no_dist is meant.
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")
+            dcp.load({"model": tensors}, storage_reader=reader, **options)
+    except (OSError, CheckpointException) as error:
+        if isinstance(error, CheckpointException) and error.failures:
+            error = next(iter(error.failures.values()))[0]
+        raise ConfigError(
+            f"{checkpoint} cannot be read ({type(error).__name__}: {one_line(error)}): "
+            "name another checkpoint"
+        ) from None
+
+
+def write_shard(checkpoint: Path, names: list[str], config: LlamaConfig, dtype: str, to: Path):
+    """Read some tensors of a checkpoint, whole, and write them into one safetensors file."""
+    import torch
+    from safetensors.torch import save_file
+
     shapes, kind = config.parameter_shapes, getattr(torch, dtype)
     tensors = {name: torch.empty(shapes[name], dtype=kind) for name in names}
-    dcp.load({"model": tensors}, storage_reader=CheckpointReader(checkpoint), no_dist=True)
+    load_tensors(checkpoint, tensors, no_dist=True)
     temporary = to.with_name(f".{to.name}.{os.getpid()}.tmp")
     try:
         save_file(tensors, temporary, metadata={"format": "pt"})
+        temporary.chmod(0o644)  # safetensors lets nobody else read it
         sync(temporary)
         os.replace(temporary, to)
     finally:
