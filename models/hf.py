@@ -39,7 +39,7 @@ def _read_headers(files: Iterable[Path]) -> dict[str, tuple[Path, tuple[int, ...
             with safe_open(file, framework="numpy") as opened:
                 for name in opened.keys():  # noqa: SIM118, it is no dict
                     if name in found:
-                        raise ValueError(f"{name} is both in {found[name][0]} and in {file}")
+                        raise ValueError(f"{file} holds {name}, and so does {found[name][0]}")
                     part = opened.get_slice(name)
                     found[name] = file, tuple(part.get_shape()), part.get_dtype()
         except (OSError, SafetensorError) as error:

@@ -66,14 +66,15 @@ def generate(path: Path, launch: Launch, options: argparse.Namespace) -> list[in
     Raises:
         ConfigError, LayoutError: in one line.
     """
+    checkpoint = find_checkpoint(path)
+    identity, config = read_identity(checkpoint)
+
     import torch
     import torch.distributed as dist
 
     from parallel.mesh import init_ranks
     from training.tokens import load_tokenizer
 
-    checkpoint = find_checkpoint(path)
-    identity, config = read_identity(checkpoint)
     tokenizer = load_tokenizer(identity["tokenizer"])
     ids = [tokenizer.eos_id, *tokenizer.encode([options.prompt])[0]]
     described = hf_config(

@@ -5,6 +5,8 @@ import torch.distributed.checkpoint
 import torch.distributed.fsdp
 import torch.distributed.tensor
 import torch.distributed.tensor.parallel
+import transformers.models.auto.tokenization_auto
+import transformers.models.llama.modeling_llama
 
 import parallel.data_parallel
 import parallel.tensor_parallel  # noqa: F401
