@@ -6,7 +6,7 @@ import torch.distributed.fsdp
 import torch.distributed.tensor
 import torch.distributed.tensor.parallel
 import transformers.models.auto.tokenization_auto
-import transformers.models.llama.modeling_llama
+import transformers.models.llama.modeling_llama  # noqa: F401
 
 import parallel.data_parallel
 import parallel.tensor_parallel  # noqa: F401
