@@ -54,8 +54,8 @@ class LlamaConfig(BaseModel):
     )
     max_position_embeddings: PositiveInt | None = Field(
         None,
-        description="Longest sequence, only written on export; none: the sequence length trained "
-        "on.",
+        description="Longest sequence, only written on export; none: the length trained on, or "
+        "what the rotary scaling stretches to.",
     )
 
     @property

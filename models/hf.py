@@ -173,10 +173,14 @@ def hf_config(
     """The config.json of ``config``, in the spellings of transformers 4 and 5.
 
     Args:
-        seq_len: tokens per sequence of the training; a longer ``max_position_embeddings`` stays.
+        seq_len: tokens per sequence of the training. A longer ``max_position_embeddings`` stays;
+            where none is stated, the rotary scaling tells what it stretches to.
         dtype: of the weights, as in "bfloat16".
     """
-    scaling = config.rope_scaling and config.rope_scaling.model_dump()
+    scaling, longest = config.rope_scaling, config.max_position_embeddings
+    if scaling:
+        longest = longest or int(scaling.factor * scaling.original_max_position_embeddings)
+        scaling = scaling.model_dump()
     rope = {"rope_theta": config.rope_theta, **(scaling or {"rope_type": "default"})}
     return {
         "architectures": ["LlamaForCausalLM"],
@@ -188,7 +192,7 @@ def hf_config(
         "num_key_value_heads": config.kv_heads,
         "head_dim": config.head_size,
         "vocab_size": config.vocab_size,
-        "max_position_embeddings": max(seq_len, config.max_position_embeddings or 0),
+        "max_position_embeddings": max(seq_len, longest or 0),
         "rms_norm_eps": config.rms_norm_eps,
         "tie_word_embeddings": config.tie_word_embeddings,
         "rope_parameters": rope,

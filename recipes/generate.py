@@ -54,6 +54,19 @@ def load_model(checkpoint: Path, config: LlamaConfig, described: dict, ranks: "R
     return model.eval()
 
 
+def _of_rank_0(_, logits):
+    """Logits [1, V] of the next token, the same on all ranks.
+
+    Ranks that differ in the last bit would draw other tokens, end at other lengths, and then wait
+    for each other.
+    """
+    import torch.distributed as dist
+
+    logits = logits.contiguous()
+    dist.broadcast(logits, 0)
+    return logits
+
+
 def generate(path: Path, launch: Launch, options: argparse.Namespace) -> list[int]:
     """The ids of the prompt and of its continuation, the same on all ranks.
 
@@ -93,12 +106,13 @@ def generate(path: Path, launch: Launch, options: argparse.Namespace) -> list[in
         if options.temperature:
             # The whole distribution: transformers would cut it to 50 tokens by itself.
             sampling = {"do_sample": True, "temperature": options.temperature, "top_k": 0}
-        torch.manual_seed(options.seed)  # all ranks have the same logits, and draw the same
+        torch.manual_seed(options.seed)
         output = model.generate(
             inputs,
             attention_mask=torch.ones_like(inputs),
             max_new_tokens=options.max_new_tokens,
             pad_token_id=tokenizer.eos_id,
+            logits_processor=[_of_rank_0],
             **sampling,
         )[0].tolist()
         if launch.rank == 0:

@@ -23,7 +23,7 @@ from transformers import LlamaConfig as HFConfig
 import models.hf
 import recipes.export_hf as exporting
 from models.config import LlamaConfig, read_hf_config
-from models.hf import INDEX, check_weights, load_weights
+from models.hf import INDEX, check_weights, hf_config, load_weights
 from models.llama import Llama
 from parallel.layout import Launch, read_launch
 from recipes.export_hf import export
@@ -238,6 +238,19 @@ def test_old_keys_alone_and_new_keys_alone_say_the_same(runs, tmp_path):
         read.append((config.rope_parameters, config.dtype, read_hf_config(tmp_path)))
     assert read[0] == read[1] == read[2]
     assert read[0][0]["factor"] == 8.0 and read[0][1] == torch.float32
+
+
+@pytest.mark.parametrize("stated, longest", [(None, 512), (128, 128), (16, 32)])
+def test_longest_sequence_of_scaled_rope(stated, longest, tmp_path):
+    """A short training does not make it shorter than what the scaling is for, and none warns."""
+    config = LlamaConfig(**DIMS, rope_scaling=SCALING, max_position_embeddings=stated)
+    ids = {"bos_token_id": None, "eos_token_id": 66}
+    described = hf_config(config, seq_len=32, dtype="float32", **ids)
+    assert described["max_position_embeddings"] == longest
+    if longest > SCALING["original_max_position_embeddings"]:
+        (tmp_path / "config.json").write_text(json.dumps(described))
+        with no_warnings():
+            AutoConfig.from_pretrained(tmp_path)
 
 
 def test_what_a_run_trained_is_exported(launched1, tmp_path):
@@ -655,6 +668,19 @@ def launched3():
     group.close()
 
 
+def _disturb(module, _, output):
+    if isinstance(module, LlamaForCausalLM):
+        output.logits += torch.linspace(-20, 20, output.logits.shape[-1])  # draws nothing
+
+
+def speak_apart(*args, **options):
+    """As :func:`speak`, where all ranks but the first have other logits."""
+    if read_launch().rank == 0:
+        return speak(*args, **options)
+    with torch.nn.modules.module.register_module_forward_hook(_disturb):
+        return speak(*args, **options)
+
+
 def speak(path: Path, port: int, **options) -> tuple[list[int], str]:
     """Ids and printed text of this rank."""
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
@@ -695,3 +721,5 @@ def test_sampling(runs, launched1, launched3):
         for t, s in ((1.0, 0), (1.0, 1), (0.0, 1))
     ]
     assert texts[:3] == texts[3:] and len(set(map(tuple, texts))) == 3
+    apart = launched3.run(speak_apart, run, free_port(), temperature=1.0)
+    assert [ids for ids, _ in apart] == [texts[0]] * 3
