@@ -55,6 +55,8 @@ def main() -> None:
         model.to_empty(device=ranks.device)
         if config.init_from and not checkpoint:
             load_weights(config.init_from, model)
+            if reporter:
+                reporter.message(f"initial weights from {config.init_from}")
         else:
             init_weights(model, config.step.seed)
         optimizer = ShardedOptimizer(model, config.optimizer)

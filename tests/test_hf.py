@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import pickle
+import shutil
 import subprocess
 import sys
 import warnings
@@ -147,7 +148,9 @@ def runs(launched4, tmp_path_factory):
             for name in ("pytorch_model.bin", "optimizer.pt"):
                 plant_pickle(source / name, base / "executed")
             flags = ["--dtype", "bfloat16"] if variant == "tied-bf16" else []
-            train(launched4, run, "--init-from", source, "--tp", 2, "--steps", 1, *FROZEN, *flags)
+            flags += ["--tp", 2, "--steps", 1, *FROZEN]
+            text = train(launched4, run, "--init-from", source, *flags)
+            assert f"initial weights from {source}\n" in text
             assert not (base / "executed").exists()
             made[variant] = run, source, weights
         return made[variant]
@@ -284,12 +287,13 @@ def _checkpoint(run: Path) -> dict[str, torch.Tensor]:
     return {name: value for name, value in tensors.items() if name.startswith("model.")}
 
 
-def test_a_checkpoint_beats_the_directory(runs, launched4, capfd):
+def test_a_checkpoint_beats_the_directory(runs, launched4):
     """Its weights are then not even looked at."""
     run, source, weights = runs("untied-bf16")
     (source / "model.safetensors").write_bytes(b"no safetensors")
-    train(launched4, run, "--init-from", source, "--tp", 4, "--steps", 2, *FROZEN,
-          "--lr-decay-steps", 1)  # fmt: skip
+    flags = ["--init-from", source, "--tp", 4, "--steps", 2, *FROZEN, "--lr-decay-steps", 1]
+    text = train(launched4, run, *flags)
+    assert "resumed from" in text and "initial weights" not in text
     assert [row["step"] for row in rows(run)] == [1, 2]
     name = "model.model.norm.weight"
     assert torch.equal(_checkpoint(run)[name], weights[name.removeprefix("model.")].float())
@@ -543,7 +547,7 @@ def test_the_tokenizer_of_the_directory(tmp_path, no_launcher, capsys):
     """It goes with the weights: over the recipe's, below a flag; each departure is said."""
     folder = tmp_path / "hf"
     save_model(folder, "tied-scaled")
-    config = parse_flags(["--init-from", str(folder)])
+    config = parse_flags(["--init-from", f"{folder}/"])  # the same name with and without a slash
     assert config.data.tokenizer == str(folder) and config.model.vocab_size == 67
     assert config.model.max_position_embeddings == 512
     assert capsys.readouterr().err == ""
@@ -643,14 +647,19 @@ def test_refused_exports(runs, tmp_path):
     broken = tmp_path / "broken/checkpoints/step-00000001"
     broken.mkdir(parents=True)
     (broken / "state.json").write_text('{"identity": {"seq_len": 3}}')
+    damaged = tmp_path / "damaged"
+    shutil.copytree(RunDir(run).newest_checkpoint(), damaged)
+    sorted(damaged.glob("*.distcp"))[-1].unlink()
     for path, out, size, said in (
+        (damaged, "out", "5GB", "damaged cannot be read .FileNotFoundError"),
         (run, "taken", "5GB", "taken exists and is not empty"),
         (tmp_path / "none", "out", "5GB", "no complete checkpoint"),
         (tmp_path / "broken", "out", "5GB", "state.json cannot be read"),
         (run, "out", "5 apples", "--max-shard-size 5 apples"),
     ):
-        with pytest.raises(ConfigError, match=said):
+        with pytest.raises(ConfigError, match=said) as caught:
             export(path, tmp_path / out, ALONE, max_shard_size=size)
+        assert "\n" not in str(caught.value)
     assert not (tmp_path / "out").exists()
     # An empty directory is filled; a checkpoint can be named instead of its run.
     (tmp_path / "empty").mkdir()

@@ -371,7 +371,7 @@ def _take_hf_config(argv: list[str], defaults: Config) -> tuple[str, dict]:
         where = "" if isinstance(error, ValueError) else f"{path}: "
         raise ConfigError(f"{source} {where}{error}") from None
     if source == "--init-from" and (Path(path) / "tokenizer.json").is_file():
-        stated["tokenizer"] = defaults.data.tokenizer = path
+        stated["tokenizer"] = defaults.data.tokenizer = str(Path(path))
     return source, stated
 
 
