@@ -21,9 +21,11 @@ from pathlib import Path
 from models.config import LlamaConfig
 from models.hf import INDEX, hf_config
 from parallel.layout import Launch, LayoutError, read_launch
+from training.checkpoint_dir import DamageError, check_file, read_checkpoint_state, read_sums
 from training.checks import refuse
 from training.config import ConfigError
-from training.run_dir import RunDir, read_checkpoint_state, sync, write_atomic
+from training.files import sync, write_atomic
+from training.run_dir import RunDir
 from training.text import one_line
 
 DTYPES = ("bfloat16", "float16", "float32", "float64")
@@ -68,6 +70,20 @@ def read_identity(checkpoint: Path) -> tuple[dict, LlamaConfig]:
             f"{checkpoint / 'state.json'} cannot be read ({type(error).__name__}: "
             f"{one_line(error)}): name another checkpoint"
         ) from None
+
+
+def check_share(checkpoint: Path, launch: Launch) -> None:
+    """Compare this process's share of the files of a checkpoint with their checksums.
+
+    Raises:
+        ConfigError: if one is not what was written.
+    """
+    try:
+        sums = read_sums(checkpoint)
+        for name in sorted(sums)[launch.rank :: launch.world_size]:
+            check_file(checkpoint, name, sums)
+    except DamageError as error:
+        raise ConfigError(f"{checkpoint} is damaged ({error}): name another checkpoint") from None
 
 
 def load_hf_tokenizer(name: str):
@@ -121,7 +137,7 @@ def load_tensors(checkpoint: Path, tensors: dict, **options) -> None:
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.api import CheckpointException
 
-    from training.checkpoint import CheckpointReader
+    from training.checkpoint_files import CheckpointReader
 
     try:
         reader = CheckpointReader(checkpoint)
@@ -204,7 +220,7 @@ def export(
 
     Args:
         path: a run directory, or a checkpoint.
-        dtype: of the written weights; None: the run's compute dtype.
+        dtype: of the written weights; None: that of the checkpoint.
 
     Raises:
         ConfigError: in one line. OSError: from the disk.
@@ -216,7 +232,8 @@ def export(
         return  # rank 0 refuses it, or has already completed it
     checkpoint = find_checkpoint(path)
     identity, config = read_identity(checkpoint)
-    dtype = dtype or identity["dtype"]
+    check_share(checkpoint, launch)
+    dtype = dtype or ("float64" if identity["dtype"] == "float64" else "float32")
     plan = plan_files(config, dtype, max_shard_size)
     tokenizer = load_hf_tokenizer(identity["tokenizer"]) if launch.rank == 0 else None
     partial = partial_folder(checkpoint, out, dtype, max_shard_size)
@@ -259,8 +276,8 @@ def parse_command(argv: list[str]) -> argparse.Namespace:
         help="a run directory (its newest checkpoint is taken), or a checkpoint")  # fmt: skip
     add("out", type=Path, metavar="OUT_DIR", help="a directory that is new or empty")
     add("--dtype", choices=DTYPES,
-        help="of the written weights; float32 keeps all of a bfloat16 run's (default: the "
-        "run's --dtype)")  # fmt: skip
+        help="of the written weights (default: that of the checkpoint, float32, or float64 for a "
+        "float64 run)")  # fmt: skip
     add("--max-shard-size", default="5GB", metavar="SIZE",
         help="largest safetensors file, as in 500MB; one larger tensor has a file of its own "
         "(default: 5GB)")  # fmt: skip

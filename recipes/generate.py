@@ -17,7 +17,13 @@ from typing import TYPE_CHECKING
 from models.config import LlamaConfig
 from models.hf import hf_config
 from parallel.layout import Launch, Layout, LayoutError, read_launch
-from recipes.export_hf import Parser, find_checkpoint, load_tensors, read_identity
+from recipes.export_hf import (
+    Parser,
+    check_share,
+    find_checkpoint,
+    load_tensors,
+    read_identity,
+)
 from training.checks import refuse
 from training.config import ConfigError
 
@@ -81,6 +87,7 @@ def generate(path: Path, launch: Launch, options: argparse.Namespace) -> list[in
     """
     checkpoint = find_checkpoint(path)
     identity, config = read_identity(checkpoint)
+    check_share(checkpoint, launch)
 
     import torch
     import torch.distributed as dist

@@ -180,7 +180,7 @@ def test_a_planted_pickle_would_show(tmp_path):
 EXPORTS = {
     "untied": (None, "5GB", "float32"),
     "tied-scaled": (None, "30KB", "float32"),
-    "tied-bf16": (None, "10KB", "bfloat16"),  # the run's own dtype
+    "tied-bf16": (None, "10KB", "float32"),  # as in the checkpoint
     "untied-bf16": ("bfloat16", "5GB", "bfloat16"),
 }
 
@@ -651,10 +651,11 @@ def test_refused_exports(runs, tmp_path):
     shutil.copytree(RunDir(run).newest_checkpoint(), damaged)
     sorted(damaged.glob("*.distcp"))[-1].unlink()
     for path, out, size, said in (
-        (damaged, "out", "5GB", "damaged cannot be read .FileNotFoundError"),
+        (damaged, "out", "5GB", "damaged is damaged .__3_0.distcp is missing"),
         (run, "taken", "5GB", "taken exists and is not empty"),
         (tmp_path / "none", "out", "5GB", "no complete checkpoint"),
-        (tmp_path / "broken", "out", "5GB", "state.json cannot be read"),
+        (tmp_path / "broken", "out", "5GB", "no complete checkpoint"),
+        (broken, "out", "5GB", "state.json cannot be read .DamageError: SHA256SUMS is missing"),
         (run, "out", "5 apples", "--max-shard-size 5 apples"),
     ):
         with pytest.raises(ConfigError, match=said) as caught:

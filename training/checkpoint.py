@@ -54,10 +54,6 @@ class Progress:
     skipped_steps: int = 0
 
 
-class CheckpointReader(dcp.FileSystemReader):
-    """Reads the tensors of a checkpoint."""
-
-
 class CheckpointError(RuntimeError):
     """A checkpoint cannot be read or written; the message is one line."""
 

@@ -26,6 +26,9 @@ from training.config import Config, ConfigError, flag, parse_flags, wandb_key_co
 from training.run_dir import RunDir
 from training.text import local_files
 
+# Of the identity: the data are compared by content once they are open, tokenizer included, which
+# may have moved; the other is only for an export.
+NOT_COMPARED = ("tokenizer", "max_position_embeddings")
 # Set where a launcher starts the same command again: it is to go on, not to begin anew.
 RESTARTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
 
@@ -84,10 +87,9 @@ def _check_init_from(config: Config) -> None:
 
 
 def identity(config: Config) -> dict:
-    """What a resumed run must have in common with its checkpoint, by flag name.
+    """What makes a run the run, by flag name; a resumed one must have it in common.
 
-    Layout, micro-batch, logging and checkpoint settings and the number of steps may change. The
-    data are compared by content, once they are open.
+    Layout, micro-batch, logging and checkpoint settings and the number of steps may change.
     """
     step = config.step
     return {
@@ -143,7 +145,7 @@ def check_resume(config: Config, checkpoint: Path) -> None:
     if config.model.vocab_size is None:
         config.model.vocab_size = saved.get("vocab_size")
     for key, value in identity(config).items():
-        if value != saved.get(key):
+        if key not in NOT_COMPARED and value != saved.get(key):
             raise ConfigError(
                 f"{flag(key)} {value} differs from the {saved.get(key)} of {checkpoint}: "
                 "use the same value, or another --run-dir"
