@@ -53,11 +53,9 @@ def main() -> None:
             model = Llama(config.model).to(start.parameter_dtype(config))
         parallelize(model, ranks.mesh, **start.parallel_options(config, ranks))
         model.to_empty(device=ranks.device)
-        if config.init_from and not checkpoint:
+        if not checkpoint and config.init_from:
             load_weights(config.init_from, model)
-            if reporter:
-                reporter.message(f"initial weights from {config.init_from}")
-        else:
+        elif not checkpoint:
             init_weights(model, config.step.seed)
         optimizer = ShardedOptimizer(model, config.optimizer)
         if checkpoint:
@@ -66,42 +64,22 @@ def main() -> None:
         fingerprints = None
         if config.run.fingerprint_steps:
             fingerprints = Fingerprints(
-                model,
-                optimizer,
-                layout,
-                ranks,
-                run.fingerprints_jsonl,
+                model, optimizer, layout, ranks, run.fingerprints_jsonl,
                 config.run.fingerprint_steps,
-            )
+            )  # fmt: skip
 
         # From here on a signal means: finish the step, save, and leave.
         stop_requested = ending.stop_requests(started, config.run.stop_after)
         with Checkpointer(
-            run.checkpoints,
-            model,
-            optimizer,
-            progress,
-            ranks,
-            config.run,
-            identity=start.run_identity(config, data),
-            started_from=checkpoint,
+            run.checkpoints, model, optimizer, progress, ranks, config.run,
+            identity=start.run_identity(config, data), started_from=checkpoint,
             report=ending.report_save(run, ranks, reporter),
-        ) as checkpointer:
+        ) as checkpointer:  # fmt: skip
             stopped = train(
-                model,
-                optimizer,
-                data,
-                progress,
-                config,
-                layout,
-                ranks,
-                reporter=reporter,
-                meter=meter,
-                fingerprints=fingerprints,
-                checkpointer=checkpointer,
-                heartbeat=heartbeat,
-                stop_requested=stop_requested,
-            )
+                model, optimizer, data, progress, config, layout, ranks,
+                reporter=reporter, meter=meter, fingerprints=fingerprints,
+                checkpointer=checkpointer, heartbeat=heartbeat, stop_requested=stop_requested,
+            )  # fmt: skip
         ending.finish(stopped, run, progress, ranks, reporter, heartbeat)
 
 

@@ -34,7 +34,8 @@ from recipes.comparison_report import (
     steps_done,
 )
 from training.checks import check
-from training.config import Config, ConfigError, flag, parse_flags
+from training.command_line import parse_flags
+from training.config import Config, ConfigError, flag
 from training.files import write_atomic
 from training.run_dir import RunDir
 

@@ -19,8 +19,9 @@ from typing import TextIO
 
 from parallel.layout import Layout, LayoutError, make_layout
 from training.checks import identity
-from training.config import Config, ConfigError, flag, wandb_key_configured
+from training.config import Config, ConfigError, flag
 from training.run_dir import RunDir
+from training.wandb_run import wandb_key_configured
 
 QUANTITIES = ("loss", "grad_norm")
 NAMES = ("loss", "grad norm")

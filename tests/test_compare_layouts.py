@@ -19,7 +19,8 @@ from recipes.compare_layouts import main
 from recipes.comparison_report import draw, print_table
 from recipes.verdict import Verdict, rounding_bound
 from tests.launch import SMALL
-from training.config import parse_flags, to_toml
+from training.command_line import parse_flags
+from training.config import to_toml
 
 REPO = Path(__file__).parent.parent
 MODEL = [flag for flag in SMALL if flag not in ("--wandb", "disabled")]

@@ -15,19 +15,10 @@ from pydantic import BaseModel
 
 from training.checkpoint_dir import file_sum, write_sums
 from training.checks import NOT_COMPARED, check_resume, identity, load_config
-from training.config import (
-    RECIPES,
-    Config,
-    ConfigError,
-    OptimizerSection,
-    flag,
-    load_recipe,
-    parse_flags,
-    seconds,
-    to_toml,
-    wandb_key_configured,
-)
+from training.command_line import RECIPES, load_recipe, parse_flags
+from training.config import Config, ConfigError, OptimizerSection, flag, seconds, to_toml
 from training.optimizer import lr_at
+from training.wandb_run import wandb_key_configured
 
 ROOT = Path(__file__).parent.parent
 pytestmark = pytest.mark.usefixtures("no_launcher")

@@ -34,7 +34,8 @@ from tests.ranks import Group, free_port
 from tests.test_reference import SCALING
 from tests.toy import full, make_model, make_ranks
 from training.checks import check
-from training.config import ConfigError, parse_flags
+from training.command_line import parse_flags
+from training.config import ConfigError
 from training.run_dir import RunDir
 from training.tokens import load_tokenizer
 

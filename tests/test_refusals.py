@@ -15,7 +15,8 @@ import pytest
 from parallel.layout import Launch, LayoutError, read_launch
 from tests.conftest import OUTSIDE
 from training import checks
-from training.config import Config, ConfigError, parse_flags
+from training.command_line import parse_flags
+from training.config import Config, ConfigError
 
 ROOT = Path(__file__).parent.parent
 pytestmark = pytest.mark.usefixtures("no_launcher")

@@ -22,9 +22,11 @@ from training.checkpoint_dir import (
     complete_checkpoints,
     read_checkpoint_state,
 )
-from training.config import Config, ConfigError, flag, parse_flags, wandb_key_configured
+from training.command_line import parse_flags
+from training.config import Config, ConfigError, flag
 from training.run_dir import RunDir
 from training.text import local_files
+from training.wandb_run import wandb_key_configured
 
 # Of the identity: the data are compared by content once they are open, tokenizer included, which
 # may have moved; the other is only for an export.

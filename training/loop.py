@@ -318,21 +318,7 @@ def train(
 
         if step == 1 or step % run.log_every == 0 or step == last:
             heartbeat.at(step, "logging")
-            loss, norm, faulty_step = _read(result, fault)
-            record = meter.record(
-                step=step,
-                loss=loss,
-                grad_norm=norm,
-                lr=lr,
-                tokens=progress.tokens,
-                skipped_steps=progress.skipped_steps,
-                data_seconds=batches.waited(),
-                peak_memory_bytes=_max_over_ranks(meter.peak_bytes(), ranks),
-            )
-            if reporter:
-                reporter.log(record)
-            fault.check(ranks, faulty_step)
-            meter.restart()
+            _log(result, fault, lr, progress, batches, meter, reporter, ranks)
         if _due(step, config.data.eval_every) and data.eval.len_with_tail:
             heartbeat.at(step, "evaluation")
             with meter.pause():
@@ -348,6 +334,33 @@ def train(
     fault.check(ranks)
     checkpointer.finish()
     return stop
+
+
+def _log(
+    result: StepResult | None,
+    fault: FaultFlag,
+    lr: float,
+    progress: Progress,
+    batches: AgreedBatches,
+    meter: Meter,
+    reporter: Reporter | None,
+    ranks: Ranks,
+) -> None:
+    loss, norm, faulty_step = _read(result, fault)
+    record = meter.record(
+        step=progress.step,
+        loss=loss,
+        grad_norm=norm,
+        lr=lr,
+        tokens=progress.tokens,
+        skipped_steps=progress.skipped_steps,
+        data_seconds=batches.waited(),
+        peak_memory_bytes=_max_over_ranks(meter.peak_bytes(), ranks),
+    )
+    if reporter:
+        reporter.log(record)
+    fault.check(ranks, faulty_step)
+    meter.restart()
 
 
 def _due(step: int, every: int) -> bool:

@@ -279,4 +279,8 @@ def describe(config: Config, layout: Layout, ranks: Ranks, checkpoint: Path | No
         f"batch {step.global_batch_size} sequences of {step.seq_len} tokens a step = "
         f"dp {layout.dp} x {layout.micro_batches} micro-batches x {layout.batch_size} sequences",
     ]
-    return lines + ([f"resumed from {checkpoint}"] if checkpoint else [])
+    if checkpoint:
+        lines.append(f"resumed from {checkpoint}")
+    elif config.init_from:
+        lines.append(f"initial weights from {config.init_from}")
+    return lines

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from training.config import RunSection, wandb_key_configured
+from training.config import RunSection
 from training.run_dir import RunDir
 
 Key = tuple[str, int]  # "train" or "eval", and the step
@@ -68,6 +68,25 @@ def _lines(file: Path) -> list[dict]:
     return (
         [json.loads(line) for line in file.read_text("utf-8").splitlines()] if file.exists() else []
     )
+
+
+def wandb_key_configured() -> bool:
+    """Whether wandb could log in without asking: an API key in the environment or in netrc."""
+    if os.environ.get("WANDB_API_KEY"):
+        return True
+    import netrc
+    from urllib.parse import urlparse
+
+    # The default server has had both names.
+    hosts = ["api.wandb.ai", "api.forge.coreweave.com"]
+    if url := os.environ.get("WANDB_BASE_URL"):
+        hosts = [urlparse(url).hostname]
+    # RuntimeError: there is no home directory.
+    with contextlib.suppress(OSError, RuntimeError, netrc.NetrcParseError):
+        file = Path(os.environ.get("NETRC") or Path.home() / ".netrc")
+        known = netrc.netrc(file)
+        return any((known.authenticators(host) or ("", "", ""))[2] for host in hosts)
+    return False
 
 
 class WandbRun:
