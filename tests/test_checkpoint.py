@@ -262,6 +262,24 @@ def test_what_is_kept(keep, kept, ranks2, tmp_path):
     assert names(tmp_path) == ["latest.tmp", *expected, "step-00000009", "step-100-old"]
 
 
+def draw_and_restore(folder: Path) -> tuple[list[float], list[float]]:
+    """What this rank draws after a save, and what it draws after loading it."""
+    model, optimizer, progress, saver = toy(2, folder, [])
+    torch.manual_seed(100 + make_ranks(2).rank)
+    with saver:
+        saver.save()
+        first = torch.rand(3).tolist()
+    torch.manual_seed(0)
+    load_checkpoint(folder / "step-00000001", model, optimizer, progress, make_ranks(2))
+    return first, torch.rand(3).tolist()
+
+
+def test_each_rank_gets_its_own_random_state_back(ranks4, tmp_path):
+    found = ranks4.run(draw_and_restore, tmp_path)
+    assert all(first == again for first, again in found)
+    assert len({tuple(first) for first, _ in found}) == 4
+
+
 # Damage
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
+import torch
 
 from tests.launch import SMALL, checkpoint_tensors, command, curve, rows, run_main, train
 from tests.ranks import Group, RankError, free_port
@@ -56,6 +57,19 @@ def run_dir(two_checkpoints, tmp_path):
     """A copy of it."""
     shutil.copytree(two_checkpoints, tmp_path / "run")
     return tmp_path / "run"
+
+
+def test_bfloat16_goes_on_bit_for_bit(launched2, tmp_path):
+    """The float32 weights and moments are what is saved."""
+    flags = ["--tp", 2, "--dtype", "bfloat16", "--lr-decay-steps", 6]
+    train(launched2, tmp_path / "straight", *flags, "--steps", 6)
+    train(launched2, tmp_path / "halves", *flags, "--steps", 3)
+    train(launched2, tmp_path / "halves", *flags, "--steps", 6)
+    assert curve(tmp_path / "halves") == curve(tmp_path / "straight")
+    here, there = (checkpoint_tensors(tmp_path / d / "checkpoints/step-00000006")
+                   for d in ("halves", "straight"))  # fmt: skip
+    assert all(torch.equal(here[name], there[name]) for name in there)
+    assert {t.dtype for t in there.values()} == {torch.float32}
 
 
 # Signals and limits
