@@ -52,7 +52,7 @@ def read_history(folder: Path, wandb_id: str) -> list[dict]:
     from wandb.proto.wandb_internal_pb2 import Record
 
     rows = []
-    for file in sorted(folder.glob(f"*run-*-{wandb_id}/run-{wandb_id}.wandb")):
+    for file in sorted(folder.glob(f"*run-*-{wandb_id}*/run-{wandb_id}.wandb")):
         with contextlib.suppress(Exception):  # of a torn file, the part before counts
             for data in _records(file):
                 record = Record.FromString(data)
@@ -180,5 +180,7 @@ class WandbRun:
         if run is not None:
             try:
                 run.finish(exit_code=exit_code)
+                # Its service writes a little later, unless it is waited for.
+                sys.modules["wandb"].teardown(exit_code=exit_code)
             except Exception as error:
                 self._give_up("finish", error)
