@@ -21,7 +21,7 @@ def parallelize(
     zero: int,
     dtype: "torch.dtype",
 ) -> None:
-    """Lay ``model`` (on the meta device) out over ``mesh`` ("dp", "tp"), in place.
+    """Lay ``model`` (on the meta device) out over ``mesh``, in place.
 
     The order matters: tensor parallelism replaces weights by DTensors on the tp mesh, and FSDP2
     then shards whatever it finds over dp, so that a weight ends on both dims.
@@ -31,4 +31,6 @@ def parallelize(
 
     if mesh["tp"].size() > 1:
         apply_tensor_parallel(model, mesh["tp"], sequence_parallel)
-    apply_fsdp(model, mesh["dp"], zero=zero, dtype=dtype)
+    replicated = "dp_replicate" in mesh.mesh_dim_names
+    data = mesh["dp_replicate", "dp"] if replicated else mesh["dp"]
+    apply_fsdp(model, data, zero=zero, dtype=dtype)

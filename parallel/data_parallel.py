@@ -10,13 +10,15 @@ from models.llama import Llama
 
 
 def apply_fsdp(model: Llama, mesh: DeviceMesh, *, zero: int, dtype: torch.dtype) -> None:
-    """Shard ``model`` over the 1-D dp ``mesh``, also where it has one rank.
+    """Shard ``model`` over the dp ``mesh``, also where it has one rank.
 
     One unit per transformer block, one for the token embedding, one for final norm and head. Tied
     embeddings belong to the root, since a parameter can live in one unit only.
 
     Args:
-        zero: 3 frees the gathered parameters after the forward, 2 keeps them until the backward.
+        mesh: of the dim dp, or of dp_replicate and dp: shards are equal over the first.
+        zero: 3 frees the gathered parameters after the forward, less keeps them until the
+            backward. The rest of its meaning is in :func:`begin_micro_batch`.
         dtype: compute dtype; gradients are reduced in float32, or in float64 with float64.
     """
     low_precision = dtype if dtype == torch.bfloat16 else None
@@ -66,6 +68,20 @@ def _unevenly_cut_by_tp(parameter: nn.Parameter) -> bool:
         return False
     (tp,) = parameter.placements
     return tp.is_shard(0) and parameter.shape[0] % parameter.device_mesh.size() != 0
+
+
+def begin_micro_batch(model: FSDPModule, *, zero: int, last: bool) -> None:
+    """Say what the next backward does with gradients and gathered parameters.
+
+    ZeRO-2 and 3 reduce-scatter the gradients of every micro-batch, so that no rank holds more than
+    its shard of them; replicas are summed over once a step. ZeRO-1 and 0 keep whole parameters and
+    gradients from the first micro-batch to the last, and communicate once a step.
+    """
+    if zero >= 2:
+        model.set_requires_all_reduce(last)
+    else:
+        model.set_requires_gradient_sync(last)
+        model.set_reshard_after_backward(last)
 
 
 def fsdp_units(model: nn.Module) -> list[FSDPModule]:

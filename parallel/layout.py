@@ -72,25 +72,44 @@ class Layout:
     """How the ranks are arranged, and how the global batch is cut for them.
 
     Attributes:
-        dp: data-parallel ranks (FSDP2 shards over these).
+        dp: data-parallel ranks among which FSDP2 shards.
         tp: tensor-parallel ranks, innermost in the mesh.
-        batch_size: sequences per dp rank per micro-batch.
-        micro_batches: micro-batches per optimizer step and dp rank.
+        batch_size: sequences per data-parallel rank per micro-batch.
+        micro_batches: micro-batches per optimizer step and data-parallel rank.
+        dp_replicate: groups of dp ranks that hold the same shards, outermost in the mesh.
+        zero: what the dp ranks share out (see ``--zero``).
     """
 
     dp: int
     tp: int
     batch_size: int
     micro_batches: int
+    dp_replicate: int = 1
+    zero: int = 3
 
     @property
     def world_size(self) -> int:
         """Number of processes."""
-        return self.dp * self.tp
+        return self.data_ranks * self.tp
+
+    @property
+    def data_ranks(self) -> int:
+        """Number of parts into which the global batch is cut."""
+        return self.dp_replicate * self.dp
+
+    @property
+    def mesh_dims(self) -> dict[str, int]:
+        """Names and sizes of the mesh, outermost first; only dp and tp exist with a size of 1."""
+        # ZeRO-0 shares out nothing: every dp rank is a replica.
+        replicate, shard = (self.dp, 1) if self.zero == 0 else (self.dp_replicate, self.dp)
+        outer = {"dp_replicate": replicate} if replicate > 1 else {}
+        return {**outer, "dp": shard, "tp": self.tp}
 
     @property
     def name(self) -> str:
-        """The layout as ``dp x tp``, for example ``2x4``."""
+        """The layout as ``dp x tp``, for example ``2x4``; with replicas as ``rep2-dp2-tp2``."""
+        if self.dp_replicate > 1:
+            return f"rep{self.dp_replicate}-dp{self.dp}-tp{self.tp}"
         return f"{self.dp}x{self.tp}"
 
 
@@ -100,12 +119,18 @@ def _divisors(n: int) -> str:
 
 
 def make_layout(
-    *, world_size: int, tp: int, global_batch_size: int, batch_size: int | None = None
+    *,
+    world_size: int,
+    tp: int,
+    global_batch_size: int,
+    batch_size: int | None = None,
+    dp_replicate: int = 1,
+    zero: int = 3,
 ) -> Layout:
     """Arrange ``world_size`` ranks and cut the global batch.
 
-    ``batch_size`` is in sequences per dp rank per micro-batch; None takes the whole share of a dp
-    rank in one micro-batch.
+    ``batch_size`` is in sequences per data-parallel rank per micro-batch; None takes its whole
+    share in one micro-batch.
 
     Raises:
         LayoutError: if the sizes do not divide.
@@ -115,21 +140,38 @@ def make_layout(
             f"--tp {tp} does not divide the {world_size} processes: "
             f"use --tp {_divisors(world_size)}, or start a multiple of {tp} processes"
         )
-    dp = world_size // tp
-    if global_batch_size % dp:
+    ranks = world_size // tp
+    if ranks % dp_replicate:
         raise LayoutError(
-            f"--global-batch-size {global_batch_size} is not a multiple of the "
-            f"{dp} data-parallel ranks: use {-(-global_batch_size // dp) * dp}, or another --tp"
+            f"--dp-replicate {dp_replicate} does not divide the {ranks} data-parallel ranks "
+            f"({world_size} processes / --tp {tp}): use --dp-replicate {_divisors(ranks)}"
         )
-    share = global_batch_size // dp
+    if zero == 0 and dp_replicate > 1:
+        raise LayoutError(
+            f"--dp-replicate {dp_replicate} has no meaning with --zero 0, where all {ranks} "
+            "data-parallel ranks are replicas: leave it out"
+        )
+    if global_batch_size % ranks:
+        raise LayoutError(
+            f"--global-batch-size {global_batch_size} is not a multiple of the {ranks} "
+            f"data-parallel ranks: use {-(-global_batch_size // ranks) * ranks}, or another --tp"
+        )
+    share = global_batch_size // ranks
     batch_size = batch_size or share
     if share % batch_size:
         raise LayoutError(
             f"--batch-size {batch_size} does not divide the {share} sequences of a "
-            f"data-parallel rank (--global-batch-size {global_batch_size} / dp {dp}): "
+            f"data-parallel rank (--global-batch-size {global_batch_size} / dp {ranks}): "
             f"use --batch-size {_divisors(share)}"
         )
-    return Layout(dp=dp, tp=tp, batch_size=batch_size, micro_batches=share // batch_size)
+    return Layout(
+        dp=ranks // dp_replicate,
+        tp=tp,
+        batch_size=batch_size,
+        micro_batches=share // batch_size,
+        dp_replicate=dp_replicate,
+        zero=zero,
+    )
 
 
 def check_tensor_parallel(
@@ -169,9 +211,10 @@ def check_tensor_parallel(
             f"use --vocab-size {-(-vocab // tp) * tp} or a smaller --tp"
         )
     # What tp cuts unevenly by rows, dp cuts by columns.
-    if model.hidden_size % layout.dp:
+    dp = layout.mesh_dims["dp"]
+    if model.hidden_size % dp:
         raise LayoutError(
             f"--vocab-size {vocab} is not a multiple of --tp {tp}, and --hidden-size "
-            f"{model.hidden_size} not one of dp {layout.dp}: "
+            f"{model.hidden_size} not one of dp {dp}: "
             f"use --vocab-size {-(-vocab // tp) * tp}"
         )

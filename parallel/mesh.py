@@ -20,7 +20,7 @@ class Ranks:
 
     Attributes:
         device: where the model lives.
-        mesh: the ("dp", "tp") mesh over all ranks.
+        mesh: the mesh over all ranks, of :attr:`parallel.layout.Layout.mesh_dims`.
         control: a gloo group over all ranks for small CPU vectors, apart from the training traffic.
         store: a key-value store that all ranks reach, for waits without a collective's timeout.
     """
@@ -45,8 +45,11 @@ class Ranks:
 
     @cached_property
     def dp_rank(self) -> int:
-        """Coordinate in the dp dim: which part of the global batch this rank reads."""
-        return self.mesh.get_local_rank("dp")
+        """Coordinate in dp_replicate and dp: which part of the global batch this rank reads."""
+        at, names = self.mesh.get_coordinate(), self.mesh.mesh_dim_names
+        dp = names.index("dp")
+        replica = at[names.index("dp_replicate")] if "dp_replicate" in names else 0
+        return replica * self.mesh.shape[dp] + at[dp]
 
     @cached_property
     def tp_rank(self) -> int:
@@ -88,8 +91,9 @@ def _meet(launch: Launch, timeout: datetime.timedelta) -> dist.Store:
 
 
 def make_mesh(device_type: str, layout: Layout) -> DeviceMesh:
-    """The mesh of a layout: dims ("dp", "tp") of shape (dp, tp), tp innermost."""
-    return init_device_mesh(device_type, (layout.dp, layout.tp), mesh_dim_names=("dp", "tp"))
+    """The mesh of a layout: mostly the dims ("dp", "tp"), tp innermost."""
+    dims = layout.mesh_dims
+    return init_device_mesh(device_type, tuple(dims.values()), mesh_dim_names=tuple(dims))
 
 
 def init_ranks(launch: Launch, layout: Layout, comm_timeout: float) -> Ranks:

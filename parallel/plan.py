@@ -71,7 +71,6 @@ def collectives(
     layout: Layout,
     *,
     seq_len: int,
-    zero: int,
     sequence_parallel: bool,
     dtype: torch.dtype,
 ) -> list[Collective]:
@@ -81,26 +80,32 @@ def collectives(
     small CPU vector (target tokens, stop requested).
     """
     m, size = layout.micro_batches, torch.finfo(dtype).bits // 8
+    # Reductions of gradients a step: ZeRO-1 and 0 first sum over the micro-batches.
+    times = m if layout.zero >= 2 else 1
     stream = layout.batch_size * seq_len * model.hidden_size * size  # [B, S, D]
     reduced = 8 if dtype == torch.float64 else 4  # gradients, and the numbers of the loss
     found = []
 
-    def add(unit: str, dim: str, kind: str, why: str, count: int, size: int) -> None:
-        found.append(Collective(unit, dim, kind, why, count * m, size))
+    def add(unit: str, dim: str, kind: str, why: str, count: int, size: int, times=m) -> None:
+        found.append(Collective(unit, dim, kind, why, count * times, size))
 
     if layout.tp > 1:
-        _tensor_parallel(model, layout, stream, size, sequence_parallel, add)
+        _tensor_parallel(model, layout, stream, size, sequence_parallel, times, add)
         tokens = layout.batch_size * seq_len
         add("loss", "tp", "all_reduce", "largest logit of each token", 1, tokens * reduced)
         add("loss", "tp", "all_reduce", "sum of exp, target logit", 1, 2 * tokens * reduced)
-    if layout.dp > 1:
-        for unit, numel, gathers in _fsdp_units(model, layout, zero):
-            add(unit, "dp", "all_gather", "parameters", gathers, numel * size)
-            add(unit, "dp", "reduce_scatter", "gradients", 1, numel * reduced)
+    dp, replicas = layout.mesh_dims["dp"], layout.mesh_dims.get("dp_replicate", 1)
+    for unit, numel, gathers in _fsdp_units(model, layout):
+        if dp > 1:
+            add(unit, "dp", "all_gather", "parameters", gathers, numel * size, times)
+            add(unit, "dp", "reduce_scatter", "gradients", 1, numel * reduced, times)
+        if replicas > 1:
+            part = numel // dp * reduced
+            add(unit, "dp_replicate", "all_reduce", "gradients of a shard", 1, part, 1)
     return found
 
 
-def _tensor_parallel(model, layout, stream, size, sequence_parallel, add) -> None:
+def _tensor_parallel(model, layout, stream, size, sequence_parallel, times, add) -> None:
     d = model.hidden_size
     # (unit, inputs that enter a region, outputs that leave one, norm weights)
     for unit, enters, leaves, norms in (
@@ -113,7 +118,8 @@ def _tensor_parallel(model, layout, stream, size, sequence_parallel, add) -> Non
             add(unit, "tp", "all_gather", "activations, forward and backward", both, stream)
             add(unit, "tp", "reduce_scatter", "activations, forward and backward", both, stream)
             if norms:
-                add(unit, "tp", "all_reduce", "gradient of a norm weight", norms, d * size)
+                why = "gradient of a norm weight"
+                add(unit, "tp", "all_reduce", why, norms, d * size, times)
         else:
             if leaves:
                 add(unit, "tp", "all_reduce", "activations, forward", leaves, stream)
@@ -121,15 +127,16 @@ def _tensor_parallel(model, layout, stream, size, sequence_parallel, add) -> Non
                 add(unit, "tp", "all_reduce", "activations, backward", enters, stream)
     if model.kv_heads % layout.tp:
         rows = model.kv_heads * model.head_size * d * size
-        add("block", "tp", "all_reduce", "gradient of a replicated k or v projection", 2, rows)
+        why = "gradient of a replicated k or v projection"
+        add("block", "tp", "all_reduce", why, 2, rows, times)
 
 
-def _fsdp_units(model: LlamaConfig, layout: Layout, zero: int) -> list[tuple[str, int, int]]:
-    """(unit, elements of a tp rank with FSDP2's padding, gathers per micro-batch)."""
-    tp, d, head = layout.tp, model.hidden_size, model.head_size
+def _fsdp_units(model: LlamaConfig, layout: Layout) -> list[tuple[str, int, int]]:
+    """(unit, elements of a tp rank with FSDP2's padding, gathers per communicating backward)."""
+    tp, d, head, dp = layout.tp, model.hidden_size, model.head_size, layout.mesh_dims["dp"]
 
     def padded(rows: int, columns: int = 1) -> int:
-        return -(-rows // layout.dp) * layout.dp * columns
+        return -(-rows // dp) * dp * columns
 
     q, f = model.num_attention_heads * head // tp, model.intermediate_size // tp
     kv = model.kv_heads * head // (tp if model.kv_heads % tp == 0 else 1)
@@ -138,7 +145,7 @@ def _fsdp_units(model: LlamaConfig, layout: Layout, zero: int) -> list[tuple[str
     rows = -(-model.vocab_size // tp)
     # An uneven vocabulary is cut over dp by columns.
     table = padded(rows, d) if model.vocab_size % tp == 0 else rows * d
-    again = 2 if zero == 3 else 1
+    again = 2 if layout.zero == 3 else 1
     if model.tie_word_embeddings:
         return [("block", block, again), ("embedding, norm and head", table + padded(d), 1)]
     # The backward of the embedding does not need the table; the head is kept for its backward.
@@ -150,7 +157,7 @@ def format_plan(
 ) -> str:
     """Both tables as text; S(d) is a shard of dim d, R a replica."""
     lines = [f"layout {layout.name}, rank 0 of {layout.world_size}", ""]
-    dims = "dp tp" if layout.tp > 1 else "dp"
+    dims = " ".join(dim for dim in layout.mesh_dims if dim != "tp" or layout.tp > 1)
     table = [("parameter", "global shape", dims, "local shape", "bytes")]
     table += [(r.name, r.shape, r.placements, r.local_shape, f"{r.bytes:,}") for r in rows]
     lines += _columns(table)

@@ -54,7 +54,7 @@ def step_with_nan(bad_rank: int | None, what: str, name: str) -> tuple[bool, str
         with hook:
             optimizer_step(
                 model, optimizer, local_batch(step, ranks, 2, 64, "none"), GLOBAL_BATCH * SEQ_LEN,
-                ranks, lr=0.1, grad_clip=1.0, step=step, fault=fault,
+                ranks, zero=3, lr=0.1, grad_clip=1.0, step=step, fault=fault,
             )  # fmt: skip
         states.append(snapshot(optimizer))
     try:
@@ -112,7 +112,7 @@ def count_syncs() -> dict:
                 patches.enter_context(mock.patch.object(torch.Tensor, name, counting(name, method)))
             optimizer_step(
                 model, optimizer, batch, GLOBAL_BATCH * SEQ_LEN, ranks,
-                lr=0.1, grad_clip=1.0, step=step, fault=fault,
+                zero=3, lr=0.1, grad_clip=1.0, step=step, fault=fault,
             )  # fmt: skip
             if step == 2:
                 during = dict(found)

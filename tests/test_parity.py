@@ -29,6 +29,16 @@ CASES = [
     (4, 1, {}, {"vocab_size": 65, "tie_word_embeddings": True}),
     (4, 2, {"micro_batches": 2}, {"optimizer": {"optimizer": "adamw", "lr": 1e-2}}),
     (4, 2, {"sp": True}, {"head_dim": 6, "mask": "uneven"}),
+    (8, 2, {"rep": 2, "sp": True, "micro_batches": 2}, {"mask": "uneven"}),
+    (8, 1, {"rep": 4, "zero": 2, "micro_batches": 1}, {"vocab_size": 65}),
+    (8, 2, {"rep": 2, "zero": 1, "micro_batches": 2}, {"vocab_size": 67}),
+    (4, 1, {"rep": 4, "micro_batches": 2}, {"tie_word_embeddings": True}),
+    (8, 4, {"zero": 1, "sp": True, "micro_batches": 4}, {"num_key_value_heads": 2}),
+    (4, 2, {"zero": 1, "micro_batches": 2}, {"tie_word_embeddings": True, "mask": "uneven"}),
+    (4, 1, {"zero": 1, "micro_batches": 2}, {"vocab_size": 67}),
+    (8, 2, {"zero": 0, "sp": True, "micro_batches": 2}, {"mask": "uneven", "vocab_size": 67}),
+    (4, 1, {"zero": 0, "micro_batches": 2}, {"tie_word_embeddings": True}),
+    (4, 4, {"zero": 0, "sp": True, "micro_batches": 2}, {"num_key_value_heads": 1}),
     (1, 1, {"micro_batches": 8, "zero": 2}, {"mask": "uneven"}),
 ]
 

@@ -6,7 +6,6 @@ import tracemalloc
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -14,9 +13,17 @@ from models.config import LlamaConfig
 from models.initialization import CHUNK_ELEMENTS, init_weights
 from models.llama import Llama
 from parallel import parallelize
-from parallel.layout import Layout
 from parallel.plan import collectives, parameter_rows
-from tests.toy import GLOBAL_BATCH, MODEL, SEQ_LEN, full, local_batch, make_model, make_ranks
+from tests.toy import (
+    GLOBAL_BATCH,
+    MODEL,
+    SEQ_LEN,
+    full,
+    local_batch,
+    make_layout,
+    make_model,
+    make_ranks,
+)  # fmt: skip
 from training.config import OptimizerSection
 from training.loop import FaultFlag, batch_loss, optimizer_step
 from training.optimizer import ShardedOptimizer
@@ -97,9 +104,11 @@ class CountCollectives(TorchDispatchMode):
         return out
 
 
-def count_step(tp: int, micro_batches: int, zero: int, sp: bool, dtype: str, fields: dict):
+def count_step(
+    tp: int, rep: int, micro_batches: int, zero: int, sp: bool, dtype: str, fields: dict
+):
     """What one optimizer step sends, and what the plan says."""
-    ranks = make_ranks(tp)
+    ranks = make_ranks(tp, rep=rep, zero=zero)
     model = make_model(ranks, sp=sp, zero=zero, dtype=dtype, **fields)
     optimizer = ShardedOptimizer(model, OptimizerSection())
     fault, vocab = FaultFlag(ranks.device), model.config.vocab_size
@@ -108,13 +117,12 @@ def count_step(tp: int, micro_batches: int, zero: int, sp: bool, dtype: str, fie
         with CountCollectives() as counter:
             optimizer_step(
                 model, optimizer, batch, GLOBAL_BATCH * SEQ_LEN, ranks,
-                lr=1e-3, grad_clip=1.0, step=step + 1, fault=fault,
+                zero=zero, lr=1e-3, grad_clip=1.0, step=step + 1, fault=fault,
             )  # fmt: skip
-    dp = dist.get_world_size() // tp
-    layout = Layout(dp, tp, GLOBAL_BATCH // dp // micro_batches, micro_batches)
+    layout = make_layout(tp, rep=rep, zero=zero, micro_batches=micro_batches)
     planned = collections.Counter({("all_reduce", 16): 1})  # loss and squared gradient norm
     for row in collectives(
-        model.config, layout, seq_len=SEQ_LEN, zero=zero, sequence_parallel=sp,
+        model.config, layout, seq_len=SEQ_LEN, sequence_parallel=sp,
         dtype=getattr(torch, dtype),
     ):  # fmt: skip
         blocks = model.config.num_hidden_layers if row.unit == "block" else 1
@@ -123,22 +131,30 @@ def count_step(tp: int, micro_batches: int, zero: int, sp: bool, dtype: str, fie
 
 
 @pytest.mark.parametrize(
-    ("group", "tp", "micro_batches", "zero", "sp", "dtype", "fields"),
+    ("group", "tp", "rep", "micro_batches", "zero", "sp", "dtype", "fields"),
     [
-        ("ranks8", 4, 1, 3, True, "float32", {}),
-        ("ranks4", 2, 1, 3, False, "float32", {}),
-        ("ranks4", 2, 2, 2, True, "float32", {}),
-        ("ranks4", 4, 2, 3, True, "float64", {"num_key_value_heads": 2}),
-        ("ranks4", 1, 1, 3, False, "float32", {"vocab_size": 65}),
-        ("ranks4", 1, 2, 3, False, "float32", {"tie_word_embeddings": True}),
-        ("ranks4", 2, 1, 3, True, "bfloat16", {}),
-        ("ranks4", 2, 1, 3, True, "float32", {"tie_word_embeddings": True}),
-        ("ranks1", 1, 2, 3, False, "float32", {}),
+        ("ranks8", 4, 1, 1, 3, True, "float32", {}),
+        ("ranks4", 2, 1, 1, 3, False, "float32", {}),
+        ("ranks4", 2, 1, 2, 2, True, "float32", {}),
+        ("ranks4", 4, 1, 2, 3, True, "float64", {"num_key_value_heads": 2}),
+        ("ranks4", 1, 1, 1, 3, False, "float32", {"vocab_size": 65}),
+        ("ranks4", 1, 1, 2, 3, False, "float32", {"tie_word_embeddings": True}),
+        ("ranks4", 2, 1, 1, 3, True, "bfloat16", {}),
+        ("ranks4", 2, 1, 1, 3, True, "float32", {"tie_word_embeddings": True}),
+        ("ranks1", 1, 1, 2, 3, False, "float32", {}),
+        ("ranks8", 2, 2, 2, 3, True, "float32", {}),
+        ("ranks8", 2, 2, 2, 1, False, "float32", {"tie_word_embeddings": True}),
+        ("ranks4", 1, 4, 2, 2, False, "float32", {}),
+        ("ranks4", 2, 1, 2, 1, True, "float32", {"num_key_value_heads": 1}),
+        ("ranks4", 1, 1, 2, 0, False, "float32", {}),
+        ("ranks4", 2, 1, 2, 0, True, "bfloat16", {}),
     ],
 )
-def test_collectives_equal_the_plan(group, tp, micro_batches, zero, sp, dtype, fields, request):
+def test_collectives_equal_the_plan(
+    group, tp, rep, micro_batches, zero, sp, dtype, fields, request
+):
     ranks = request.getfixturevalue(group)
-    for found, planned in ranks.run(count_step, tp, micro_batches, zero, sp, dtype, fields):
+    for found, planned in ranks.run(count_step, tp, rep, micro_batches, zero, sp, dtype, fields):
         assert found == planned
 
 
@@ -269,7 +285,7 @@ def train_and_keep_replicas(tp: int, sp: bool) -> dict:
     for step in range(5):
         optimizer_step(
             model, optimizer, local_batch(step, ranks, 1, 64, "none"), GLOBAL_BATCH * SEQ_LEN,
-            ranks, lr=1e-2, grad_clip=1.0, step=step + 1, fault=fault,
+            ranks, zero=3, lr=1e-2, grad_clip=1.0, step=step + 1, fault=fault,
         )  # fmt: skip
     return {
         name: p.to_local().detach().numpy().tobytes()

@@ -31,11 +31,18 @@ MODEL = {
 GLOBAL_BATCH, SEQ_LEN = 8, 16
 
 
+def make_layout(tp: int, *, rep: int = 1, zero: int = 3, micro_batches: int = 1) -> Layout:
+    """The layout of all ranks of this process's group."""
+    ranks = dist.get_world_size() // tp
+    size = GLOBAL_BATCH // ranks // micro_batches
+    return Layout(ranks // rep, tp, size, micro_batches, dp_replicate=rep, zero=zero)
+
+
 @functools.cache
-def make_ranks(tp: int) -> Ranks:
-    """This process among the ranks of its group, in a (world / tp, tp) mesh."""
+def make_ranks(tp: int, *, rep: int = 1, zero: int = 3) -> Ranks:
+    """This process among the ranks of its group."""
     rank, world = dist.get_rank(), dist.get_world_size()
-    layout = Layout(dp=world // tp, tp=tp, batch_size=1, micro_batches=1)
+    layout = make_layout(tp, rep=rep, zero=zero)
     control = dist.new_group(backend="gloo")
     launch = Launch(rank, world, rank, world)
     return Ranks(launch, torch.device("cpu"), make_mesh("cpu", layout), control, dist.HashStore())
@@ -75,7 +82,7 @@ def global_batch(step: int, vocab_size: int, mask: str = "none") -> tuple[np.nda
 
 def local_batch(step: int, ranks: Ranks, micro_batches: int, vocab_size: int, mask: str) -> Batch:
     """The micro-batches of this dp rank."""
-    dp = ranks.mesh.shape[0]
+    dp = ranks.launch.world_size // ranks.tp
     mine = slice(ranks.dp_rank * GLOBAL_BATCH // dp, (ranks.dp_rank + 1) * GLOBAL_BATCH // dp)
     parts = (np.split(x[mine], micro_batches) for x in global_batch(step, vocab_size, mask))
     return [tuple(map(torch.from_numpy, pair)) for pair in zip(*parts, strict=True)]
@@ -90,6 +97,8 @@ def full(tensor: torch.Tensor) -> np.ndarray:
 def train_toy(
     tp: int = 1,
     *,
+    rep: int = 1,
+    zero: int = 3,
     steps: int = 5,
     micro_batches: int = 1,
     mask: str = "none",
@@ -100,8 +109,8 @@ def train_toy(
 
     Every rank's loss and gradient norm must be the same number.
     """
-    ranks = make_ranks(tp)
-    model = make_model(ranks, **options)
+    ranks = make_ranks(tp, rep=rep, zero=zero)
+    model = make_model(ranks, zero=zero, **options)
     defaults = {"optimizer": "sgd", "lr": 0.3, "weight_decay": 0.1, "grad_clip": 0.5}
     section = OptimizerSection(**(defaults | (optimizer or {})))
     updater = ShardedOptimizer(model, section)
@@ -120,7 +129,7 @@ def train_toy(
         batch = local_batch(step, ranks, micro_batches, vocab, mask)
         result = optimizer_step(
             model, updater, batch, target_tokens, ranks,
-            lr=section.lr, grad_clip=section.grad_clip, step=step + 1, fault=fault,
+            zero=zero, lr=section.lr, grad_clip=section.grad_clip, step=step + 1, fault=fault,
             while_reducing=keep_grads,
         )  # fmt: skip
         losses.append(result.loss.item())

@@ -63,10 +63,16 @@ class LayoutSection(Section):
     """How the model is laid out over the processes. What is left after tp is data parallel."""
 
     tp: PositiveInt = Field(1, description="Tensor-parallel ranks; 1 turns it off.")
-    zero: Literal[3, 2] = Field(
+    dp_replicate: PositiveInt = Field(
+        1,
+        description="Hybrid sharding: groups of data-parallel ranks that hold the same shards, and "
+        "sum their gradients once a step; 1 turns it off.",
+    )
+    zero: Literal[3, 2, 1, 0] = Field(
         3,
-        description="What FSDP2 frees between uses. 3: gathered parameters after the forward; "
-        "2: they stay until the backward. Both reduce-scatter every micro-batch.",
+        description="What data-parallel ranks share out. 3: parameters, gradients, optimizer "
+        "state. 2: as 3, but gathered parameters stay until the backward. 1: optimizer state; "
+        "parameters and gradients are whole within a step, which communicates once. 0: nothing.",
     )
     sequence_parallel: Literal["auto", "on", "off"] = Field(
         "auto",

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from parallel.data_parallel import reshard
+from parallel.data_parallel import begin_micro_batch, reshard
 from parallel.layout import Layout
 from parallel.mesh import Ranks
 from parallel.tensor_parallel import rows_of
@@ -46,17 +46,21 @@ def batch_loss(model: nn.Module, inputs: Tensor, targets: Tensor, ranks: Ranks) 
     return cross_entropy_sum(logits, targets, vocab_start=rows.start, tp_group=ranks.tp_group)
 
 
-def forward_backward(model: nn.Module, batch: Batch, target_tokens: int, ranks: Ranks) -> Tensor:
+def forward_backward(
+    model: nn.Module, batch: Batch, target_tokens: int, ranks: Ranks, zero: int
+) -> Tensor:
     """Accumulate the gradient of the global mean loss over this rank's micro-batches.
 
     Args:
         target_tokens: number of targets of the whole optimizer step, over all ranks.
+        zero: stage of the layout.
 
     Returns:
         float64 scalar: this dp rank's share of the global mean loss.
     """
     share = torch.zeros((), dtype=torch.float64, device=ranks.device)
-    for inputs, targets in batch:
+    for number, (inputs, targets) in enumerate(batch, start=1):
+        begin_micro_batch(model, zero=zero, last=number == len(batch))
         loss = batch_loss(model, inputs, targets, ranks) / target_tokens
         loss.backward()
         share += loss.detach()
@@ -116,6 +120,7 @@ def optimizer_step(
     target_tokens: int,
     ranks: Ranks,
     *,
+    zero: int,
     lr: float,
     grad_clip: float,
     step: int,
@@ -128,10 +133,11 @@ def optimizer_step(
     Args:
         batch: this dp rank's micro-batches.
         target_tokens: targets of the whole step, over all ranks and micro-batches.
+        zero: stage of the layout.
         grad_clip: largest global norm; 0 turns clipping off.
         while_reducing: called after the backward is queued, to use the time.
     """
-    share = forward_backward(model, batch, target_tokens, ranks)
+    share = forward_backward(model, batch, target_tokens, ranks, zero)
     while_reducing()
     if fingerprints:
         fingerprints.gradients()
@@ -166,7 +172,7 @@ def evaluate(
         data.eval,
         global_batch_size=config.step.global_batch_size,
         dp_rank=ranks.dp_rank,
-        dp=layout.dp,
+        dp=layout.data_ranks,
         batch_size=layout.batch_size,
         max_batches=config.data.eval_batches,
     )
@@ -205,7 +211,7 @@ class AgreedBatches:
                 global_batch_size=config.step.global_batch_size,
                 seed=config.step.seed,
                 dp_rank=ranks.dp_rank,
-                dp=layout.dp,
+                dp=layout.data_ranks,
                 batch_size=layout.batch_size,
             )
             if ranks.device.type == "cpu":
@@ -305,7 +311,8 @@ def train(
                 fingerprints.begin(step, batch)
             result = optimizer_step(
                 model, optimizer, batch, target_tokens, ranks,
-                lr=lr, grad_clip=config.optimizer.grad_clip, step=step, fault=fault,
+                zero=layout.zero, lr=lr, grad_clip=config.optimizer.grad_clip, step=step,
+                fault=fault,
                 while_reducing=after_backward, fingerprints=fingerprints,
             )  # fmt: skip
         else:

@@ -261,6 +261,7 @@ def print_plan(config: Config, layout: Layout, launch: Launch) -> None:
     with torch.device("meta"):
         model = Llama(config.model).to(parameter_dtype(config))
     parallelize(model, ranks.mesh, **options)
+    del options["zero"]  # the layout's own
     sent = collectives(config.model, layout, seq_len=config.step.seq_len, **options)
     print(format_plan(parameter_rows(model), sent, config.model, layout))
     dist.destroy_process_group()
@@ -271,13 +272,17 @@ def describe(config: Config, layout: Layout, ranks: Ranks, checkpoint: Path | No
     step, model, options = config.step, config.model, parallel_options(config, ranks)
     cuda = ranks.device.type == "cuda"
     device = f"{torch.cuda.get_device_name()}, nccl" if cuda else "CPU, gloo"
+    dims = f"dp {layout.dp} x tp {layout.tp}"
+    if layout.dp_replicate > 1:
+        dims = f"dp-replicate {layout.dp_replicate} x {dims}"
     lines = [
-        f"layout {layout.name}: dp {layout.dp} x tp {layout.tp} on {layout.world_size} processes "
-        f"({device}), ZeRO-{config.layout.zero}, "
+        f"layout {layout.name}: {dims} on {layout.world_size} processes ({device}), "
+        f"ZeRO-{layout.zero}, "
         f"sequence parallel {'on' if options['sequence_parallel'] else 'off'}",
         f"model {model.num_parameters:,} parameters, vocabulary {model.vocab_size}, {step.dtype}",
         f"batch {step.global_batch_size} sequences of {step.seq_len} tokens a step = "
-        f"dp {layout.dp} x {layout.micro_batches} micro-batches x {layout.batch_size} sequences",
+        f"dp {layout.data_ranks} x {layout.micro_batches} micro-batches x {layout.batch_size} "
+        "sequences",
     ]
     if checkpoint:
         lines.append(f"resumed from {checkpoint}")
