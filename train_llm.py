@@ -51,7 +51,8 @@ def main() -> None:
         meter = Meter(config, layout, ranks.device)
         with torch.device("meta"):
             model = Llama(config.model).to(start.parameter_dtype(config))
-        parallelize(model, ranks.mesh, **start.parallel_options(config, ranks))
+        options = start.parallel_options(config, ranks) | config.memory.model_dump()
+        parallelize(model, ranks.mesh, zero=layout.zero, **options)
         model.to_empty(device=ranks.device)
         if not checkpoint and config.init_from:
             load_weights(config.init_from, model)

@@ -6,6 +6,7 @@ vocabulary rows, and everything here follows from the shape of its local weights
 """
 
 import math
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -39,6 +40,22 @@ class Linear(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         """[..., in] -> [..., local out]."""
         return F.linear(x, local_weight(self))
+
+
+class Head(Linear):
+    """The output head.
+
+    Attributes:
+        loss_chunks: parts of the sequence whose logits exist at a time, where a loss is given.
+    """
+
+    loss_chunks = 1
+
+    def forward(self, x: Tensor, loss: Callable[[Tensor, Tensor], Tensor] | None = None) -> Tensor:
+        """[B, S, D] -> logits [B, S, local V], or ``loss`` of x and the local weight."""
+        if loss is None:
+            return super().forward(x)
+        return loss(x, local_weight(self))
 
 
 class Embedding(nn.Embedding):
@@ -148,7 +165,14 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """One transformer block, normalised before attention and before the feed-forward."""
+    """One transformer block, normalised before attention and before the feed-forward.
+
+    Attributes:
+        recompute: calls a function and computes parts of it again in the backward (activation
+            checkpointing); None keeps everything.
+    """
+
+    recompute: Callable | None = None
 
     def __init__(self, config: LlamaConfig):
         super().__init__()
@@ -159,6 +183,11 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """[B, S, D] -> [B, S, D]; under sequence parallelism only x is a slice of S."""
+        if self.recompute is None:
+            return self._layer(x, cos, sin)
+        return self.recompute(self._layer, x, cos, sin)
+
+    def _layer(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         x = x + self.self_attn(self.input_layernorm(x), cos, sin)
         return x + self.mlp(self.post_attention_layernorm(x))
 
@@ -199,7 +228,7 @@ class Llama(nn.Module):
         super().__init__()
         self.config = config
         self.model = Decoder(config)
-        self.lm_head = Linear(config.hidden_size, config.vocab_size)
+        self.lm_head = Head(config.hidden_size, config.vocab_size)
         self.tie_weights()
 
     def tie_weights(self) -> None:
@@ -210,6 +239,12 @@ class Llama(nn.Module):
         if self.config.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        """Token ids [B, S] -> logits [B, S, local V]."""
-        return self.lm_head(self.model(tokens))
+    def forward(
+        self, tokens: Tensor, loss: Callable[[Tensor, Tensor], Tensor] | None = None
+    ) -> Tensor:
+        """Token ids [B, S] -> logits [B, S, local V].
+
+        With ``loss`` the logits are left to it: it is given the last hidden states [B, S, D] and
+        the local weight of the head [local V, D], and its result is returned.
+        """
+        return self.lm_head(self.model(tokens), loss)

@@ -70,6 +70,18 @@ def _unevenly_cut_by_tp(parameter: nn.Parameter) -> bool:
     return tp.is_shard(0) and parameter.shape[0] % parameter.device_mesh.size() != 0
 
 
+def set_prefetch(model: Llama, count: int) -> None:
+    """Gather the parameters of the next ``count`` blocks while one computes, forward and backward.
+
+    Without this call FSDP2 gathers those of one block ahead in the backward, and none in the
+    forward before the host has queued the block before.
+    """
+    blocks = list(model.model.layers)
+    for i, block in enumerate(blocks):
+        block.set_modules_to_forward_prefetch(blocks[i + 1 : i + 1 + count])
+        block.set_modules_to_backward_prefetch(blocks[max(0, i - count) : i][::-1])
+
+
 def begin_micro_batch(model: FSDPModule, *, zero: int, last: bool) -> None:
     """Say what the next backward does with gradients and gathered parameters.
 

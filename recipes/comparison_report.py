@@ -122,7 +122,6 @@ def bytes_per_step(run: Run) -> int:
 
     device = torch.device("cpu" if run.start.get("device", "cpu") == "cpu" else "cuda")
     options = parallel_options(run.config, SimpleNamespace(tp=run.layout.tp, device=device))
-    del options["zero"]  # the layout's own
     model = run.config.model
     sent = collectives(model, run.layout, seq_len=run.config.step.seq_len, **options)
     blocks = model.num_hidden_layers

@@ -49,14 +49,24 @@ def make_ranks(tp: int, *, rep: int = 1, zero: int = 3) -> Ranks:
 
 
 def make_model(
-    ranks: Ranks, *, sp: bool = False, zero: int = 3, dtype: str = "float64", **fields
+    ranks: Ranks,
+    *,
+    sp: bool = False,
+    zero: int = 3,
+    dtype: str = "float64",
+    memory: dict | None = None,
+    **fields,
 ) -> Llama:
-    """The toy model, laid out over ``ranks`` and initialised with seed 0."""
+    """The toy model, laid out over ``ranks`` and initialised with seed 0.
+
+    ``memory``: the memory savers among the options of :func:`parallel.parallelize`.
+    """
     compute = getattr(torch, dtype)
     with torch.device("meta"):
         model = Llama(LlamaConfig(**(MODEL | fields)))
         model.to(torch.promote_types(compute, torch.float32))
-    parallelize(model, ranks.mesh, sequence_parallel=sp, zero=zero, dtype=compute)
+    options = {"sequence_parallel": sp, "zero": zero, "dtype": compute, **(memory or {})}
+    parallelize(model, ranks.mesh, **options)
     model.to_empty(device="cpu")
     init_weights(model, seed=0)
     return model

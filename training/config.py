@@ -88,6 +88,26 @@ class LayoutSection(Section):
     )
 
 
+class MemorySection(Section):
+    """What is kept in memory, and what is computed or gathered again."""
+
+    activation_checkpoint: Literal["none", "selective", "full"] = Field(
+        "none",
+        description="What a block computes again in the backward. full: everything; selective: "
+        "all but matrix products, attention and collectives; none turns it off.",
+    )
+    loss_chunks: PositiveInt = Field(
+        1,
+        description="Parts of a sequence whose logits exist at a time; 1: those of all of it.",
+    )
+    prefetch: NonNegativeInt | None = Field(
+        None,
+        description="Blocks whose parameters are gathered ahead of their use, forward and "
+        "backward; none: as FSDP2 does by itself.",
+    )
+    compile: bool = Field(False, description="Compile every block with torch.compile.")
+
+
 class ModelSection(LlamaConfig, Section):
     """What is trained: the fields of Hugging Face's config.json."""
 
@@ -234,6 +254,7 @@ class Config(Section):
         "tokenizer if there is one) to start from; none: random weights.",
     )
     layout: LayoutSection = Field(default_factory=LayoutSection)
+    memory: MemorySection = Field(default_factory=MemorySection)
     model: ModelSection = Field(default_factory=ModelSection)
     step: StepSection = Field(default_factory=StepSection)
     optimizer: OptimizerSection = Field(default_factory=OptimizerSection)

@@ -83,7 +83,9 @@ class Fingerprints:
         self._path, self.steps = path, steps
         self._step, self._micro_batch = None, 0
         self._rungs: dict[str, dict[str, Tensor]] = {}
+        self._forward = False
         model.register_forward_pre_hook(self._next_micro_batch)
+        model.register_forward_hook(self._forward_done)
         for name, module in model.named_modules():
             if not list(module.children()):
                 module.register_forward_hook(self._activation_hook(name))
@@ -155,11 +157,15 @@ class Fingerprints:
             self._rungs[rung][name] = project_parameter(of(p))
 
     def _next_micro_batch(self, *_) -> None:
-        self._micro_batch += 1
+        self._micro_batch, self._forward = self._micro_batch + 1, True
+
+    def _forward_done(self, *_) -> None:
+        self._forward = False
 
     def _activation_hook(self, name: str) -> Callable:
         def hook(module: nn.Module, _, output: Tensor) -> None:
-            if self._step is None:
+            # A block that computes something again, in the backward, calls its modules once more.
+            if self._step is None or not self._forward or output.ndim < 3:
                 return
             found = self._project_output(module, output)
             named = self._rungs["activations"]

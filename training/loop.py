@@ -17,7 +17,7 @@ from training.config import Config
 from training.data import TokenData, eval_batches, prefetch, train_batch
 from training.fingerprint import Fingerprints
 from training.heartbeat import Heartbeat
-from training.loss import IGNORE_INDEX, cross_entropy_sum
+from training.loss import IGNORE_INDEX, chunked_cross_entropy_sum, cross_entropy_sum
 from training.metrics import Meter
 from training.optimizer import ShardedOptimizer, lr_at
 from training.reporter import Reporter
@@ -42,8 +42,11 @@ class NonFiniteError(RuntimeError):
 def batch_loss(model: nn.Module, inputs: Tensor, targets: Tensor, ranks: Ranks) -> Tensor:
     """Summed loss in nats of one micro-batch [B, S]; equal on all tp ranks."""
     rows = rows_of(model.config.vocab_size, ranks.tp, ranks.tp_rank)
-    logits = model(inputs)
-    return cross_entropy_sum(logits, targets, vocab_start=rows.start, tp_group=ranks.tp_group)
+    mine = {"vocab_start": rows.start, "tp_group": ranks.tp_group}
+    chunks = model.lm_head.loss_chunks
+    if chunks == 1:
+        return cross_entropy_sum(model(inputs), targets, **mine)
+    return model(inputs, lambda x, w: chunked_cross_entropy_sum(x, w, targets, chunks, **mine))
 
 
 def forward_backward(

@@ -2,6 +2,7 @@
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
 IGNORE_INDEX = -100
@@ -67,3 +68,46 @@ def cross_entropy_sum(
     return _VocabParallelCrossEntropy.apply(
         logits.flatten(0, 1), targets.flatten(), vocab_start, tp_group
     )
+
+
+class _ChunkedCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden, weight, targets, chunks, kwargs):
+        total = hidden.new_zeros((), dtype=torch.promote_types(hidden.dtype, torch.float32))
+        hidden_grad, weight_grad = [], torch.zeros_like(weight, dtype=total.dtype)
+        for x, t in zip(hidden.chunk(chunks, dim=1), targets.chunk(chunks, dim=1), strict=True):
+            with torch.enable_grad():
+                logits = F.linear(x, weight).detach().requires_grad_()
+                loss = cross_entropy_sum(logits, t, **kwargs)
+                (grad,) = torch.autograd.grad(loss, logits)
+            total += loss.detach()
+            hidden_grad.append(grad @ weight)
+            weight_grad += grad.flatten(0, 1).T @ x.flatten(0, 1)
+        ctx.save_for_backward(torch.cat(hidden_grad, dim=1), weight_grad.to(weight.dtype))
+        return total
+
+    @staticmethod
+    def backward(ctx, grad):
+        hidden_grad, weight_grad = ctx.saved_tensors
+        return hidden_grad * grad, weight_grad * grad, None, None, None
+
+
+def chunked_cross_entropy_sum(
+    hidden: Tensor, weight: Tensor, targets: Tensor, chunks: int, **kwargs
+) -> Tensor:
+    """As :func:`cross_entropy_sum` of ``hidden @ weight.T``, a part of the sequence at a time.
+
+    The logits of one part exist at once. Its gradient is formed right after its loss, so that no
+    logits are computed twice; hidden states and weight keep one gradient each.
+
+    Args:
+        hidden: [B, S, D].
+        weight: [local V, D].
+        targets: [B, S].
+        chunks: number of parts.
+        kwargs: of :func:`cross_entropy_sum`.
+    """
+    if torch.is_grad_enabled():
+        return _ChunkedCrossEntropy.apply(hidden, weight, targets, chunks, kwargs)
+    parts = zip(hidden.chunk(chunks, dim=1), targets.chunk(chunks, dim=1), strict=True)
+    return sum(cross_entropy_sum(F.linear(x, weight), t, **kwargs) for x, t in parts)

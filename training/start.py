@@ -236,12 +236,11 @@ def parameter_dtype(config: Config) -> torch.dtype:
 
 
 def parallel_options(config: Config, ranks: Ranks) -> dict:
-    """Keyword arguments of :func:`parallel.parallelize`; resolves ``--sequence-parallel auto``."""
+    """How the collectives are arranged; resolves ``--sequence-parallel auto``."""
     tp, setting = ranks.tp, config.layout.sequence_parallel
     auto = ranks.device.type == "cuda" and config.step.seq_len % tp == 0
     return {
         "sequence_parallel": tp > 1 and (setting == "on" or (setting == "auto" and auto)),
-        "zero": config.layout.zero,
         "dtype": getattr(torch, config.step.dtype),
     }
 
@@ -260,8 +259,7 @@ def print_plan(config: Config, layout: Layout, launch: Launch) -> None:
     options = parallel_options(config, ranks)
     with torch.device("meta"):
         model = Llama(config.model).to(parameter_dtype(config))
-    parallelize(model, ranks.mesh, **options)
-    del options["zero"]  # the layout's own
+    parallelize(model, ranks.mesh, zero=layout.zero, **options)
     sent = collectives(config.model, layout, seq_len=config.step.seq_len, **options)
     print(format_plan(parameter_rows(model), sent, config.model, layout))
     dist.destroy_process_group()

@@ -1,0 +1,147 @@
+"""Memory savers: what they change in memory, and that they change nothing else."""
+
+import weakref
+
+import numpy as np
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.toy import SEQ_LEN, deviation, local_batch, make_model, make_ranks, train_toy
+from training.loop import batch_loss
+
+SAVERS = {
+    "full": {"activation_checkpoint": "full"},
+    "selective": {"activation_checkpoint": "selective"},
+    "prefetch": {"prefetch": 2},
+    "no prefetch": {"prefetch": 0},
+}
+
+
+@pytest.fixture(scope="module")
+def plain(ranks4):
+    """Runs without memory savers, each made once."""
+    runs = {}
+
+    def get(tp: int, **options):
+        key = tp, repr(options)
+        if key not in runs:
+            runs[key] = ranks4.run(train_toy, tp, **options)[0]
+        return runs[key]
+
+    return get
+
+
+def assert_bitwise_equal(found: dict, expected: dict) -> None:
+    assert found["loss"] == expected["loss"] and found["grad_norm"] == expected["grad_norm"]
+    for key in ("grads", "weights"):
+        assert all(np.array_equal(found[key][n], expected[key][n]) for n in expected[key])
+
+
+@pytest.mark.parametrize("saver", SAVERS)
+@pytest.mark.parametrize(
+    ("tp", "options"),
+    [
+        (2, {"sp": True, "micro_batches": 2, "mask": "uneven"}),
+        (1, {"zero": 1, "micro_batches": 2, "dtype": "float32", "tie_word_embeddings": True}),
+        (4, {"num_key_value_heads": 1, "dtype": "bfloat16", "zero": 2}),
+    ],
+    ids=["2x2", "4x1", "1x4"],
+)
+def test_savers_are_bitwise_nothing(saver, tp, options, plain, ranks4):
+    found = ranks4.run(train_toy, tp, memory=SAVERS[saver], **options)[0]
+    assert_bitwise_equal(found, plain(tp, **options))
+
+
+@pytest.mark.parametrize("chunks", [3, 16, 100])
+@pytest.mark.parametrize(
+    ("tp", "options"),
+    [
+        (2, {"sp": True, "micro_batches": 2, "mask": "uneven", "vocab_size": 67}),
+        (1, {"tie_word_embeddings": True, "mask": "empty"}),
+        (4, {"vocab_size": 66}),
+    ],
+    ids=["2x2", "4x1", "1x4"],
+)
+def test_chunks_of_the_loss(chunks, tp, options, plain, ranks4):
+    """The sum over tokens in another order: equal to rounding."""
+    found = ranks4.run(train_toy, tp, memory={"loss_chunks": chunks}, **options)[0]
+    assert deviation(found, plain(tp, **options)) < 1e-13
+
+
+class LiveBytes(TorchDispatchMode):
+    """Bytes of all storages that were made under it and are still alive; and their largest."""
+
+    def __init__(self):
+        super().__init__()
+        self.now = self.peak = self.largest_vocabulary = 0
+        self._seen = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for t in torch.utils._pytree.tree_leaves(out):
+            if isinstance(t, torch.Tensor) and type(t) is torch.Tensor:
+                storage = t.untyped_storage()
+                if storage._cdata not in self._seen:
+                    self._seen.add(storage._cdata)
+                    size = storage.nbytes()
+                    self.now += size
+                    self.peak = max(self.peak, self.now)
+                    weakref.finalize(storage, self._gone, storage._cdata, size)
+                if t.shape[-1:] == (self.vocabulary,):
+                    self.largest_vocabulary = max(self.largest_vocabulary, t.numel())
+        return out
+
+    vocabulary = 0
+
+    def _gone(self, key: int, size: int) -> None:
+        self._seen.discard(key)
+        self.now -= size
+
+
+BIG = {"hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 4}
+
+
+def kept_by_the_forward(memory: dict) -> int:
+    """Bytes that the blocks' forward keeps for their backward, beside their parameters."""
+    ranks = make_ranks(1)
+    model = make_model(ranks, dtype="float32", memory=memory, zero=2, **BIG)
+    batch = local_batch(0, ranks, 1, 64, "none")[0]
+    batch_loss(model, *batch, ranks).backward()  # what is made once is made here
+    kept = []
+    model.lm_head.register_forward_pre_hook(lambda *_: kept.append(live.now))
+    model.model.layers[0].register_forward_pre_hook(lambda *_: kept.append(live.now))
+    with LiveBytes() as live:
+        loss = batch_loss(model, *batch, ranks)
+    loss.backward()
+    # The parameters of the first block have been gathered before the first count.
+    gathered = sum(
+        p.numel() * 4 for block in list(model.model.layers)[1:] for p in block.parameters()
+    )
+    return kept[-1] - kept[0] - gathered
+
+
+def test_what_activation_checkpointing_keeps(ranks1):
+    """Full: the input of each block. Selective: also what is dear."""
+    (none,) = ranks1.run(kept_by_the_forward, {})
+    (selective,) = ranks1.run(kept_by_the_forward, SAVERS["selective"])
+    (full,) = ranks1.run(kept_by_the_forward, SAVERS["full"])
+    stream = 8 * SEQ_LEN * 64 * 4
+    assert 4 * stream <= full <= 8 * stream
+    assert full < 0.2 * selective and selective < 0.6 * none, (full, selective, none)
+
+
+def largest_logits(chunks: int) -> int:
+    """Elements of the largest tensor whose last dim is the vocabulary."""
+    ranks = make_ranks(1)
+    model = make_model(ranks, memory={"loss_chunks": chunks}, vocab_size=101)
+    batch = local_batch(0, ranks, 1, 101, "none")[0]
+    with LiveBytes() as live:
+        live.vocabulary = 101
+        batch_loss(model, *batch, ranks).backward()
+    return live.largest_vocabulary
+
+
+def test_the_logits_of_one_chunk_exist(ranks1):
+    assert ranks1.run(largest_logits, 1) == [8 * SEQ_LEN * 101]
+    assert ranks1.run(largest_logits, 4) == [8 * SEQ_LEN // 4 * 101]
