@@ -22,14 +22,12 @@ def parallelize(
     dtype: "torch.dtype",
     activation_checkpoint: str = "none",
     loss_chunks: int = 1,
-    compile: bool = False,
     prefetch: int | None = None,
 ) -> None:
     """Lay ``model`` (on the meta device) out over ``mesh``, in place.
 
-    The order matters: tensor parallelism replaces weights by DTensors on the tp mesh; a block is
-    compiled with its recomputation; and FSDP2 then shards whatever it finds over dp, so that a
-    weight ends on both dims.
+    The order matters: tensor parallelism replaces weights by DTensors on the tp mesh, and FSDP2
+    then shards whatever it finds over dp, so that a weight ends on both dims.
 
     Args:
         sequence_parallel: cut the residual stream along the sequence over tp.
@@ -37,7 +35,6 @@ def parallelize(
         dtype: compute dtype.
         activation_checkpoint: "none", "selective" or "full".
         loss_chunks: parts of the sequence whose logits exist at a time.
-        compile: compile every block.
         prefetch: blocks whose parameters are gathered ahead of their use; None leaves it to FSDP2.
     """
     from parallel.activation_checkpoint import apply_activation_checkpoint
@@ -48,9 +45,6 @@ def parallelize(
         apply_tensor_parallel(model, mesh["tp"], sequence_parallel)
     apply_activation_checkpoint(model, activation_checkpoint)
     model.lm_head.loss_chunks = loss_chunks
-    if compile:
-        for block in model.model.layers:
-            block.compile()
     replicated = "dp_replicate" in mesh.mesh_dim_names
     data = mesh["dp_replicate", "dp"] if replicated else mesh["dp"]
     apply_fsdp(model, data, zero=zero, dtype=dtype)

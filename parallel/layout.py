@@ -1,6 +1,7 @@
 """Sizes and names of the mesh dims, and every rule about which layout is possible. Torch-free."""
 
 import os
+import re
 from dataclasses import dataclass
 
 from models.config import LlamaConfig
@@ -111,6 +112,26 @@ class Layout:
         if self.dp_replicate > 1:
             return f"rep{self.dp_replicate}-dp{self.dp}-tp{self.tp}"
         return f"{self.dp}x{self.tp}"
+
+
+def parse_layout(name: str) -> dict[str, int]:
+    """The sizes in a layout name, as :attr:`Layout.name` writes it: 2x4, or rep2-dp2-tp2.
+
+    Returns:
+        "dp_replicate", "dp" and "tp".
+
+    Raises:
+        LayoutError: if it is none.
+    """
+    size = r"([1-9]\d{0,6})"
+    short = re.fullmatch(f"{size}x{size}", name)
+    long = re.fullmatch(f"(?:rep{size}-)?dp{size}-tp{size}", name)
+    if not short and not long:
+        raise LayoutError(
+            f"layout {name!r} is not dp x tp: write two sizes, as in 2x4, or rep2-dp2-tp2"
+        )
+    replicate, dp, tp = long.groups() if long else (None, *short.groups())
+    return {"dp_replicate": int(replicate or 1), "dp": int(dp), "tp": int(tp)}
 
 
 def _divisors(n: int) -> str:

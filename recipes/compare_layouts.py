@@ -22,13 +22,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from parallel.layout import Launch, LayoutError
+from parallel.layout import Launch, LayoutError, parse_layout
 from recipes.comparison_report import (
     Run,
     build_comparison,
     draw,
     log_to_wandb,
-    parse_layout,
     print_table,
     read_run,
     steps_done,
@@ -42,7 +41,8 @@ from training.run_dir import RunDir
 TRAIN = Path(__file__).parent.parent / "train_llm.py"
 LAYOUTS = ["1x8", "2x4", "4x2", "8x1"]
 REFERENCE = "1x1"
-OURS = ("--tp", "--run-dir", "--world-size", "--print-plan")  # set here for each layout, or useless
+# Set here for each layout, or useless.
+OURS = ("--tp", "--dp-replicate", "--run-dir", "--world-size", "--print-plan")
 # They change nothing that is compared, and may differ when a comparison goes on.
 FREE = {"--wandb", "--wandb-project", "--comm-timeout", *OURS}
 LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -109,7 +109,8 @@ def parse_command(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     add = parser.add_argument
     add("--help", "-h", action="store_true", help="show this and train_llm.py's flags")
     add("--layouts", nargs="+", metavar="DPxTP",
-        help="dp x tp each, on dp*tp processes (default: 1x8 2x4 4x2 8x1)")  # fmt: skip
+        help="dp x tp each, on dp*tp processes, or with replicas as rep2-dp2-tp2 (default: 1x8 "
+        "2x4 4x2 8x1)")  # fmt: skip
     add("--no-reference", action="store_true",
         help="do not train on one process: the first layout is the reference")  # fmt: skip
     add("--verdict", action="store_true",
@@ -195,21 +196,24 @@ def plan_runs(
 
     def planned(name: str, folder: Path, flags: list) -> PlannedRun:
         try:
-            dp, tp = parse_layout(name)
-            run_dir = folder / name
-            flags = [*common, *map(str, flags), "--tp", str(tp), "--run-dir", str(run_dir)]
+            sizes = parse_layout(name)
+            world_size, run_dir = math.prod(sizes.values()), folder / name
+            flags = [*common, *map(str, flags), "--run-dir", str(run_dir)]
+            flags += ["--tp", str(sizes["tp"]), "--dp-replicate", str(sizes["dp_replicate"])]
             config = parse_flags(flags, console=False)
             checked = config.model_copy(deep=True)
             checked.model.vocab_size = vocab_size
-            check(checked, Launch(0, dp * tp, 0, dp * tp))
+            check(checked, Launch(0, world_size, 0, world_size))
         except (ConfigError, LayoutError) as error:
             raise ConfigError(f"layout {name}: {error}") from None
-        return PlannedRun(str(run_dir.relative_to(options.out)), run_dir, dp * tp, flags, config)
+        name = str(run_dir.relative_to(options.out))
+        return PlannedRun(name, run_dir, world_size, flags, config)
 
     batches = [[] for _ in options.layouts]
     for i, size in enumerate(options.batch_sizes or ()):
-        dp, _ = parse_layout(options.layouts[i])
-        batches[i] = ["--batch-size", size, "--global-batch-size", size * dp]
+        sizes = parse_layout(options.layouts[i])
+        ranks = sizes["dp_replicate"] * sizes["dp"]
+        batches[i] = ["--batch-size", size, "--global-batch-size", size * ranks]
     mode, n = ["--wandb", options.wandb], options.verdict_steps
     curves = [
         planned(name, options.out, batch + mode)
@@ -473,8 +477,8 @@ def compare(options: argparse.Namespace, train_flags: list[str]) -> int:
 
 def _order(path: Path) -> tuple:
     try:
-        return (0, *parse_layout(path.name))
-    except ConfigError:
+        return (0, *parse_layout(path.name).values())
+    except LayoutError:
         return (1, path.name)
 
 

@@ -8,7 +8,6 @@ import contextlib
 import io
 import json
 import math
-import re
 import statistics
 import sys
 import tomllib
@@ -17,7 +16,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TextIO
 
-from parallel.layout import Layout, LayoutError, make_layout
+from parallel.layout import Layout, LayoutError, make_layout, parse_layout
 from training.checks import identity
 from training.config import Config, ConfigError, flag
 from training.run_dir import RunDir
@@ -50,18 +49,6 @@ class Run:
     rows: list[dict]
 
 
-def parse_layout(name: str) -> tuple[int, int]:
-    """(dp, tp) of a layout name.
-
-    Raises:
-        ConfigError: if it is not two sizes as in 2x4.
-    """
-    match = re.fullmatch(r"([1-9]\d{0,6})x([1-9]\d{0,6})", name)
-    if not match:
-        raise ConfigError(f"layout {name!r} is not dp x tp: write two sizes, as in 2x4")
-    return int(match[1]), int(match[2])
-
-
 def steps_done(path: Path) -> int:
     """Optimizer steps of a run that has finished; 0 if it has not."""
     status = RunDir(path).read_status() or {}
@@ -87,10 +74,12 @@ def read_run(path: Path, label: str | None = None) -> Run:
         start = json.loads(files.run_json.read_text("utf-8"))["starts"][-1]
         rows = [json.loads(line) for line in files.metrics_jsonl.read_text("utf-8").splitlines()]
         config = Config(**tomllib.loads(files.config_toml.read_text("utf-8")))
-        dp, tp = parse_layout(start["layout"])
+        sizes = parse_layout(start["layout"])
         layout = make_layout(
-            world_size=dp * tp,
-            tp=tp,
+            world_size=math.prod(sizes.values()),
+            tp=sizes["tp"],
+            dp_replicate=sizes["dp_replicate"],
+            zero=config.layout.zero,
             global_batch_size=config.step.global_batch_size,
             batch_size=config.step.batch_size,
         )

@@ -1,6 +1,7 @@
 """Checkpoints: what is in them on any layout, what a save costs, damage, and what is never run."""
 
 import gc
+import math
 import os
 import pickle
 import shutil
@@ -14,6 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
+from parallel.layout import parse_layout
 from tests.launch import SMALL, checkpoint_tensors, curve, run_main, train
 from tests.ranks import Group, free_port
 from tests.toy import make_model, make_ranks
@@ -90,13 +92,18 @@ def launched3():
     group.close()
 
 
-@pytest.mark.parametrize("layout", ["4x2", "8x1", "1x8", "1x1", "3x1", "2x4"])
+LAYOUTS = ["4x2", "8x1", "1x8", "1x1", "3x1", "2x4", "rep2-dp2-tp2", "rep2-dp1-tp1"]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_checkpoint_is_the_same_on_every_layout(layout, saved_2x4, request, tmp_path):
     """Weights and moments bit for bit; the next step's loss to rounding, or to the bit."""
-    dp, tp = map(int, layout.split("x"))
-    group = request.getfixturevalue(f"launched{dp * tp}")
+    sizes = parse_layout(layout)
+    tp, replicas = sizes["tp"], sizes["dp_replicate"]
+    group = request.getfixturevalue(f"launched{math.prod(sizes.values())}")
     shutil.copytree(saved_2x4 / "half", tmp_path / "run")
     argv = [*SMALL, "--run-dir", tmp_path / "run", "--num-attention-heads", 8, "--tp", tp]
+    argv += ["--dp-replicate", replicas]
     argv = [str(x) for x in [*argv, *BATCH24, "--steps", 5]]
     results = group.run(resaved, argv, free_port(), tmp_path / "again")
     assert {code for code, _ in results} == {0}
@@ -108,6 +115,49 @@ def test_a_checkpoint_is_the_same_on_every_layout(layout, saved_2x4, request, tm
     here, there = curve(tmp_path / "run"), curve(saved_2x4 / "straight")
     assert [row[0] for row in here] == [1, 2, 3, 4, 5]
     assert here[4] == (there[4] if layout == "2x4" else pytest.approx(there[4], rel=1e-12))
+
+
+def reload(folder: Path, tp: int, rep: int, zero: int) -> list[bool]:
+    """Whether this rank's parts of weights and moments are 1 after loading, and were not before."""
+    ranks = make_ranks(tp, rep=rep, zero=zero)
+    model = make_model(ranks, zero=zero)
+    optimizer = ShardedOptimizer(model, OptimizerSection())
+
+    def ones() -> bool:
+        tensors = [*optimizer.shards, *optimizer.named_state().values()]
+        return all((getattr(t, "_local_tensor", t) == 1).all() for t in tensors)
+
+    before = ones()
+    load_checkpoint(folder / "step-00000001", model, optimizer, Progress(), ranks)
+    return [before, ones()]
+
+
+def save_replicated(folder: Path, tp: int, rep: int, zero: int) -> None:
+    ranks = make_ranks(tp, rep=rep, zero=zero)
+    model = make_model(ranks, zero=zero)
+    optimizer = ShardedOptimizer(model, OptimizerSection())
+    fill(model, optimizer, 1.0)
+    config = RunSection(comm_timeout=60)
+    with Checkpointer(
+        folder, model, optimizer, Progress(step=1), ranks, config, identity={}
+    ) as saver:
+        saver.save()
+
+
+STAGES = [(2, 2, 3), (1, 4, 2), (1, 1, 0), (2, 1, 1), (2, 1, 0)]
+
+
+@pytest.mark.parametrize("tp, rep, zero", STAGES)
+def test_replicas_and_stages_share_checkpoints(tp, rep, zero, ranks8, ranks4, tmp_path):
+    """Written with replicas on eight ranks, read without on four, and the other way round."""
+    ranks8.run(save_replicated, tmp_path / "a", tp, rep, zero)
+    assert ranks4.run(reload, tmp_path / "a", 2, 1, 3) == [[False, True]] * 4
+    ranks4.run(save_replicated, tmp_path / "b", 2, 1, 3)
+    assert ranks8.run(reload, tmp_path / "b", tp, rep, zero) == [[False, True]] * 8
+    # Each replicated shard is written by one of its ranks.
+    sizes = [sum(f.stat().st_size for f in (tmp_path / x / "step-00000001").glob("*.distcp"))
+             for x in ("a", "b")]  # fmt: skip
+    assert sizes[0] < 1.5 * sizes[1]
 
 
 # Saving

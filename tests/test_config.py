@@ -188,7 +188,10 @@ def leaves(schema: type[BaseModel] = Config) -> dict[str, str]:
     """Flag to description, of all fields."""
     found = {}
     for name, field in schema.model_fields.items():
-        if name in ("layout", "model", "step", "optimizer", "data", "run") and schema is Config:
+        if (
+            name in ("layout", "memory", "model", "step", "optimizer", "data", "run")
+            and schema is Config
+        ):
             found |= leaves(field.annotation)
         else:
             name = "model-config" if name == "config_json" else name
@@ -201,7 +204,7 @@ def test_help(tmp_path):
     assert done.returncode == 0 and done.stderr == ""
     # What is left without line breaks and box drawing is one line.
     text = re.sub(r"[\s│─╭╮╰╯]", "", done.stdout)
-    for group in ("layout", "model", "step", "optimizer", "data", "run"):
+    for group in ("layout", "memory", "model", "step", "optimizer", "data", "run"):
         assert f"╭─ {group} options ─" in done.stdout
         title = Config.model_fields[group].annotation.__doc__.split("\n")[0]
         assert title.replace(" ", "") in text

@@ -62,9 +62,17 @@ def assert_has(message: str, *fragments: str) -> None:
 # What is said, of which values, of which flags.
 RULES = [
     ("greater than 0", "0 -1", "--steps --global-batch-size --batch-size --seq-len --log-every"),
-    ("greater than 0", "0 -1", "--tp --world-size --lr-decay-steps --num-hidden-layers --lr"),
+    (
+        "greater than 0",
+        "0 -1",
+        "--tp --dp-replicate --loss-chunks --world-size --lr-decay-steps --num-hidden-layers --lr",
+    ),
     ("greater than 0", "0 -1", "--vocab-size --comm-timeout --hidden-size --rope-theta"),
-    ("greater than or equal to 0", "-1", "--eval-every --checkpoint-every --keep-checkpoints"),
+    (
+        "greater than or equal to 0",
+        "-1",
+        "--prefetch --eval-every --checkpoint-every --keep-checkpoints",
+    ),
     ("greater than or equal to 0", "-1", "--eval-batches --warmup-steps --seed --weight-decay"),
     ("greater than or equal to 0", "-1", "--grad-clip --beta1 --eval-fraction --min-lr-ratio"),
     ("finite", "nan inf", "--lr --weight-decay --grad-clip --comm-timeout"),
@@ -151,6 +159,16 @@ ROWS = {
         "--batch-size 3",
         world(2),
         ["--batch-size 3", "4 sequences", "--global-batch-size 8", "dp 2", "1, 2 or 4"],
+    ),
+    "replicas": (
+        "--dp-replicate 3 --tp 2",
+        world(8),
+        ["--dp-replicate 3", "4 data-parallel ranks", "8 processes / --tp 2", "1, 2 or 4"],
+    ),
+    "replicas-of-replicas": (
+        "--dp-replicate 2 --zero 0",
+        world(4),
+        ["--dp-replicate 2", "--zero 0", "all 4", "leave it out"],
     ),
     "warmup-steps": (
         "--warmup-steps 20 --steps 10",
@@ -347,7 +365,7 @@ TYRO = {
     "type": ("--steps many", ["--steps", "'many'"]),
     "float": ("--lr fast", ["--lr", "'fast'"]),
     "fraction": ("--tp 1.5", ["--tp", "'1.5'"]),
-    "choice": ("--zero 7", ["'7'", "--zero", "'3', '2'"]),
+    "choice": ("--zero 7", ["'7'", "--zero", "'3', '2', '1', '0'"]),
     "json": ("--rope-scaling {", ["--rope-scaling"]),
     "no-value": ("--steps", ["--steps"]),
     "unknown": ("--seqlen 3", ["--seqlen", "--seq-len"]),

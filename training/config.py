@@ -105,7 +105,6 @@ class MemorySection(Section):
         description="Blocks whose parameters are gathered ahead of their use, forward and "
         "backward; none: as FSDP2 does by itself.",
     )
-    compile: bool = Field(False, description="Compile every block with torch.compile.")
 
 
 class ModelSection(LlamaConfig, Section):
