@@ -7,7 +7,18 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.toy import SEQ_LEN, deviation, local_batch, make_model, make_ranks, train_toy
+from benchmarks import zero_memory
+from models.config import LlamaConfig
+from tests.toy import (
+    MODEL,
+    SEQ_LEN,
+    deviation,
+    local_batch,
+    make_layout,
+    make_model,
+    make_ranks,
+    train_toy,
+)
 from training.loop import batch_loss
 
 SAVERS = {
@@ -145,3 +156,18 @@ def largest_logits(chunks: int) -> int:
 def test_the_logits_of_one_chunk_exist(ranks1):
     assert ranks1.run(largest_logits, 1) == [8 * SEQ_LEN * 101]
     assert ranks1.run(largest_logits, 4) == [8 * SEQ_LEN // 4 * 101]
+
+
+def stage_bytes(zero: int) -> tuple[dict, dict]:
+    ranks = make_ranks(1, zero=zero)
+    layout = make_layout(1, zero=zero)
+    config = LlamaConfig(**(MODEL | BIG))
+    found = zero_memory.measure(config, layout, ranks, SEQ_LEN)
+    return found, zero_memory.formula(config, zero, layout.dp)
+
+
+@pytest.mark.parametrize("zero", [3, 2, 1, 0])
+def test_what_a_stage_holds(zero, ranks4):
+    """Parameters, gradients and optimizer state, between micro-batches and at the peak."""
+    for found, expected in ranks4.run(stage_bytes, zero):
+        assert found == expected
