@@ -11,6 +11,11 @@ from tests.ranks import Group
 OUTSIDE = ("SLURM_", "WANDB_", "MASTER_", "LOCAL_", "RANK", "WORLD_SIZE", "NETRC", "TORCHELASTIC_")
 
 
+def pytest_addoption(parser):
+    parser.addoption("--draws", type=int, default=24, help="layouts that test_property.py draws")
+    parser.addoption("--draw-seed", type=int, default=0, help="seed of the first draw")
+
+
 def _group(name: str, world_size: int, **options):
     @pytest.fixture(scope="session", name=name)
     def fixture():
