@@ -109,13 +109,15 @@ def rope_frequencies(config: LlamaConfig) -> Tensor:
     return (1 - keep) * frequency / scaling.factor + keep * frequency
 
 
-def rope_tables(config: LlamaConfig, seq_len: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Cosine and sine of every rotary angle, each [S, head_dim / 2].
+def rope_tables(
+    config: LlamaConfig, positions: Tensor, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Cosine and sine of the rotary angles at ``positions`` [S], each [S, head_dim / 2].
 
     The angles are float64, because a float32 angle of thousands of radians is off by 1e-4; the
     result is rounded once, to ``dtype``.
     """
-    angles = torch.arange(seq_len, dtype=torch.float64).outer(rope_frequencies(config))
+    angles = positions.double().outer(rope_frequencies(config))
     return angles.cos().to(dtype), angles.sin().to(dtype)
 
 
@@ -126,8 +128,19 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return rotated.to(x.dtype)
 
 
+def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Grouped-query attention of [B, heads, S, head_dim] each, causal."""
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+
+
 class Attention(nn.Module):
-    """Causal grouped-query attention."""
+    """Causal grouped-query attention.
+
+    Attributes:
+        attend: computes the attention of queries, keys and values.
+    """
+
+    attend = staticmethod(causal_attention)
 
     def __init__(self, config: LlamaConfig):
         super().__init__()
@@ -146,7 +159,7 @@ class Attention(nn.Module):
             for proj in (self.q_proj, self.k_proj, self.v_proj)
         )
         q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        out = self.attend(q, k, v)
         return self.o_proj(out.transpose(1, 2).reshape(batch, seq, -1))
 
 
@@ -193,7 +206,13 @@ class Block(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Everything below the output head."""
+    """Everything below the output head.
+
+    Attributes:
+        positions: global positions of as many tokens of a sequence as a rank holds.
+    """
+
+    positions = staticmethod(torch.arange)
 
     def __init__(self, config: LlamaConfig):
         super().__init__()
@@ -216,7 +235,7 @@ class Decoder(nn.Module):
         dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
         key = (seq_len, like.device, dtype)
         if key not in self._tables:
-            tables = rope_tables(self.config, seq_len, dtype)
+            tables = rope_tables(self.config, self.positions(seq_len), dtype)
             self._tables = {key: tuple(table.to(like.device) for table in tables)}
         return self._tables[key]
 

@@ -38,6 +38,7 @@ def parallelize(
         prefetch: blocks whose parameters are gathered ahead of their use; None leaves it to FSDP2.
     """
     from parallel.activation_checkpoint import apply_activation_checkpoint
+    from parallel.context_parallel import apply_context_parallel
     from parallel.data_parallel import apply_fsdp, set_prefetch
     from parallel.tensor_parallel import apply_tensor_parallel
 
@@ -45,8 +46,14 @@ def parallelize(
         apply_tensor_parallel(model, mesh["tp"], sequence_parallel)
     apply_activation_checkpoint(model, activation_checkpoint)
     model.lm_head.loss_chunks = loss_chunks
+    shard = "dp"
+    if "cp" in mesh.mesh_dim_names:
+        apply_context_parallel(model, mesh["cp"])
+        # Ranks that hold other slices of a sequence hold other shards, too.
+        shard = "dp_cp"
+        mesh["dp", "cp"]._flatten(shard)
     replicated = "dp_replicate" in mesh.mesh_dim_names
-    data = mesh["dp_replicate", "dp"] if replicated else mesh["dp"]
+    data = mesh["dp_replicate", shard] if replicated else mesh[shard]
     apply_fsdp(model, data, zero=zero, dtype=dtype)
     if prefetch is not None:
         set_prefetch(model, prefetch)

@@ -1,5 +1,6 @@
 """Sizes and names of the mesh dims, and every rule about which layout is possible. Torch-free."""
 
+import math
 import os
 import re
 from dataclasses import dataclass
@@ -78,6 +79,7 @@ class Layout:
         batch_size: sequences per data-parallel rank per micro-batch.
         micro_batches: micro-batches per optimizer step and data-parallel rank.
         dp_replicate: groups of dp ranks that hold the same shards, outermost in the mesh.
+        cp: ranks among which every sequence is cut.
         zero: what the dp ranks share out (see ``--zero``).
     """
 
@@ -86,12 +88,13 @@ class Layout:
     batch_size: int
     micro_batches: int
     dp_replicate: int = 1
+    cp: int = 1
     zero: int = 3
 
     @property
     def world_size(self) -> int:
         """Number of processes."""
-        return self.data_ranks * self.tp
+        return self.data_ranks * self.cp * self.tp
 
     @property
     def data_ranks(self) -> int:
@@ -103,35 +106,44 @@ class Layout:
         """Names and sizes of the mesh, outermost first; only dp and tp exist with a size of 1."""
         # ZeRO-0 shares out nothing: every dp rank is a replica.
         replicate, shard = (self.dp, 1) if self.zero == 0 else (self.dp_replicate, self.dp)
-        outer = {"dp_replicate": replicate} if replicate > 1 else {}
-        return {**outer, "dp": shard, "tp": self.tp}
+        dims = {"dp_replicate": replicate, "dp": shard, "cp": self.cp, "tp": self.tp}
+        return {name: size for name, size in dims.items() if size > 1 or name in ("dp", "tp")}
+
+    @property
+    def shards(self) -> int:
+        """Ranks among which FSDP2 shards: those of dp and cp."""
+        return self.mesh_dims["dp"] * self.cp
 
     @property
     def name(self) -> str:
-        """The layout as ``dp x tp``, for example ``2x4``; with replicas as ``rep2-dp2-tp2``."""
-        if self.dp_replicate > 1:
-            return f"rep{self.dp_replicate}-dp{self.dp}-tp{self.tp}"
-        return f"{self.dp}x{self.tp}"
+        """The layout as ``dp x tp``, for example ``2x4``; with more dims ``rep2-dp2-cp2-tp1``."""
+        if self.dp_replicate == self.cp == 1:
+            return f"{self.dp}x{self.tp}"
+        replicas = f"rep{self.dp_replicate}-" if self.dp_replicate > 1 else ""
+        context = f"cp{self.cp}-" if self.cp > 1 else ""
+        return f"{replicas}dp{self.dp}-{context}tp{self.tp}"
 
 
 def parse_layout(name: str) -> dict[str, int]:
-    """The sizes in a layout name, as :attr:`Layout.name` writes it: 2x4, or rep2-dp2-tp2.
+    """The sizes in a layout name, as :attr:`Layout.name` writes it: 2x4, or rep2-dp2-cp2-tp1.
 
     Returns:
-        "dp_replicate", "dp" and "tp".
+        "dp_replicate", "dp", "cp" and "tp".
 
     Raises:
         LayoutError: if it is none.
     """
     size = r"([1-9]\d{0,6})"
     short = re.fullmatch(f"{size}x{size}", name)
-    long = re.fullmatch(f"(?:rep{size}-)?dp{size}-tp{size}", name)
+    long = re.fullmatch(f"(?:rep{size}-)?dp{size}-(?:cp{size}-)?tp{size}", name)
     if not short and not long:
         raise LayoutError(
-            f"layout {name!r} is not dp x tp: write two sizes, as in 2x4, or rep2-dp2-tp2"
+            f"layout {name!r} is not dp x tp: write two sizes, as in 2x4, or rep2-dp2-cp2-tp1"
         )
-    replicate, dp, tp = long.groups() if long else (None, *short.groups())
-    return {"dp_replicate": int(replicate or 1), "dp": int(dp), "tp": int(tp)}
+    replicate, dp, cp, tp = long.groups() if long else (None, short[1], None, short[2])
+    return {
+        "dp_replicate": int(replicate or 1), "dp": int(dp), "cp": int(cp or 1), "tp": int(tp)
+    }  # fmt: skip
 
 
 def _divisors(n: int) -> str:
@@ -146,6 +158,7 @@ def make_layout(
     global_batch_size: int,
     batch_size: int | None = None,
     dp_replicate: int = 1,
+    cp: int = 1,
     zero: int = 3,
 ) -> Layout:
     """Arrange ``world_size`` ranks and cut the global batch.
@@ -161,11 +174,17 @@ def make_layout(
             f"--tp {tp} does not divide the {world_size} processes: "
             f"use --tp {_divisors(world_size)}, or start a multiple of {tp} processes"
         )
-    ranks = world_size // tp
+    if world_size // tp % cp:
+        raise LayoutError(
+            f"--cp {cp} does not divide the {world_size // tp} ranks that {world_size} processes "
+            f"leave with --tp {tp}: use --cp {_divisors(world_size // tp)}"
+        )
+    ranks = world_size // tp // cp
     if ranks % dp_replicate:
         raise LayoutError(
             f"--dp-replicate {dp_replicate} does not divide the {ranks} data-parallel ranks "
-            f"({world_size} processes / --tp {tp}): use --dp-replicate {_divisors(ranks)}"
+            f"({world_size} processes / --cp {cp} / --tp {tp}): "
+            f"use --dp-replicate {_divisors(ranks)}"
         )
     if zero == 0 and dp_replicate > 1:
         raise LayoutError(
@@ -191,6 +210,7 @@ def make_layout(
         batch_size=batch_size,
         micro_batches=share // batch_size,
         dp_replicate=dp_replicate,
+        cp=cp,
         zero=zero,
     )
 
@@ -218,10 +238,19 @@ def check_tensor_parallel(
             f"--tp {tp} does not divide --intermediate-size {model.intermediate_size}: "
             f"use --intermediate-size {-(-model.intermediate_size // tp) * tp} or another --tp"
         )
-    if sequence_parallel and seq_len % tp:
+    if seq_len % (2 * layout.cp) and layout.cp > 1:
+        unit = 2 * layout.cp
         raise LayoutError(
-            f"--tp {tp} does not divide --seq-len {seq_len}: "
-            f"use --seq-len {-(-seq_len // tp) * tp} or --sequence-parallel off"
+            f"--cp {layout.cp} cuts --seq-len {seq_len} into {unit} chunks, which do not come out "
+            f"even: use --seq-len {-(-seq_len // unit) * unit}"
+        )
+    if sequence_parallel and seq_len // layout.cp % tp:
+        unit = tp if layout.cp == 1 else math.lcm(2 * layout.cp, layout.cp * tp)
+        part = f"the {seq_len // layout.cp} tokens of --seq-len {seq_len} on a rank of --cp"
+        part = f"{part} {layout.cp}" if layout.cp > 1 else f"--seq-len {seq_len}"
+        raise LayoutError(
+            f"--tp {tp} does not divide {part}: "
+            f"use --seq-len {-(-seq_len // unit) * unit} or --sequence-parallel off"
         )
     vocab = model.vocab_size
     if vocab is None or vocab % tp == 0:
@@ -232,7 +261,7 @@ def check_tensor_parallel(
             f"use --vocab-size {-(-vocab // tp) * tp} or a smaller --tp"
         )
     # What tp cuts unevenly by rows, dp cuts by columns.
-    dp = layout.mesh_dims["dp"]
+    dp = layout.shards
     if model.hidden_size % dp:
         raise LayoutError(
             f"--vocab-size {vocab} is not a multiple of --tp {tp}, and --hidden-size "

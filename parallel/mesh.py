@@ -51,6 +51,16 @@ class Ranks:
         replica = at[names.index("dp_replicate")] if "dp_replicate" in names else 0
         return replica * self.mesh.shape[dp] + at[dp]
 
+    @property
+    def cp(self) -> int:
+        """Size of the cp dim."""
+        return dict(zip(self.mesh.mesh_dim_names, self.mesh.shape, strict=True)).get("cp", 1)
+
+    @cached_property
+    def cp_rank(self) -> int:
+        """Coordinate in the cp dim: which slices of a sequence this rank holds."""
+        return self.mesh.get_local_rank("cp") if "cp" in self.mesh.mesh_dim_names else 0
+
     @cached_property
     def tp_rank(self) -> int:
         """Coordinate in the tp dim."""

@@ -82,7 +82,8 @@ def collectives(
     m, size = layout.micro_batches, torch.finfo(dtype).bits // 8
     # Reductions of gradients a step: ZeRO-1 and 0 first sum over the micro-batches.
     times = m if layout.zero >= 2 else 1
-    stream = layout.batch_size * seq_len * model.hidden_size * size  # [B, S, D]
+    tokens = layout.batch_size * seq_len // layout.cp
+    stream = tokens * model.hidden_size * size  # [B, S / cp, D]
     reduced = 8 if dtype == torch.float64 else 4  # gradients, and the numbers of the loss
     found = []
 
@@ -90,22 +91,29 @@ def collectives(
         found.append(Collective(unit, dim, kind, why, count * times, size))
 
     if layout.tp > 1:
-        _tensor_parallel(model, layout, stream, size, sequence_parallel, times, add)
-        tokens = layout.batch_size * seq_len
+        # What is summed over micro-batches first is summed as it is reduced.
+        grad = reduced if times < m else size
+        _tensor_parallel(model, layout, stream, grad, sequence_parallel, times, add)
         add("loss", "tp", "all_reduce", "largest logit of each token", 1, tokens * reduced)
         add("loss", "tp", "all_reduce", "sum of exp, target logit", 1, 2 * tokens * reduced)
-    dp, replicas = layout.mesh_dims["dp"], layout.mesh_dims.get("dp_replicate", 1)
+    if layout.cp > 1:
+        heads = model.kv_heads // layout.tp if model.kv_heads % layout.tp == 0 else 1
+        both = 2 * layout.cp * tokens * heads * model.head_size * size
+        add("block", "cp", "all_gather", "keys and values", 1, both)
+        add("block", "cp", "reduce_scatter", "gradients of keys and values", 1, both)
+    dp, replicas = layout.shards, layout.mesh_dims.get("dp_replicate", 1)
+    name = "dp x cp" if layout.cp > 1 else "dp"
     for unit, numel, gathers in _fsdp_units(model, layout):
         if dp > 1:
-            add(unit, "dp", "all_gather", "parameters", gathers, numel * size, times)
-            add(unit, "dp", "reduce_scatter", "gradients", 1, numel * reduced, times)
+            add(unit, name, "all_gather", "parameters", gathers, numel * size, times)
+            add(unit, name, "reduce_scatter", "gradients", 1, numel * reduced, times)
         if replicas > 1:
             part = numel // dp * reduced
             add(unit, "dp_replicate", "all_reduce", "gradients of a shard", 1, part, 1)
     return found
 
 
-def _tensor_parallel(model, layout, stream, size, sequence_parallel, times, add) -> None:
+def _tensor_parallel(model, layout, stream, grad, sequence_parallel, times, add) -> None:
     d = model.hidden_size
     # (unit, inputs that enter a region, outputs that leave one, norm weights)
     for unit, enters, leaves, norms in (
@@ -119,21 +127,21 @@ def _tensor_parallel(model, layout, stream, size, sequence_parallel, times, add)
             add(unit, "tp", "reduce_scatter", "activations, forward and backward", both, stream)
             if norms:
                 why = "gradient of a norm weight"
-                add(unit, "tp", "all_reduce", why, norms, d * size, times)
+                add(unit, "tp", "all_reduce", why, norms, d * grad, times)
         else:
             if leaves:
                 add(unit, "tp", "all_reduce", "activations, forward", leaves, stream)
             if enters:
                 add(unit, "tp", "all_reduce", "activations, backward", enters, stream)
     if model.kv_heads % layout.tp:
-        rows = model.kv_heads * model.head_size * d * size
+        rows = model.kv_heads * model.head_size * d * grad
         why = "gradient of a replicated k or v projection"
         add("block", "tp", "all_reduce", why, 2, rows, times)
 
 
 def _fsdp_units(model: LlamaConfig, layout: Layout) -> list[tuple[str, int, int]]:
     """(unit, elements of a tp rank with FSDP2's padding, gathers per communicating backward)."""
-    tp, d, head, dp = layout.tp, model.hidden_size, model.head_size, layout.mesh_dims["dp"]
+    tp, d, head, dp = layout.tp, model.hidden_size, model.head_size, layout.shards
 
     def padded(rows: int, columns: int = 1) -> int:
         return -(-rows // dp) * dp * columns
@@ -157,7 +165,8 @@ def format_plan(
 ) -> str:
     """Both tables as text; S(d) is a shard of dim d, R a replica."""
     lines = [f"layout {layout.name}, rank 0 of {layout.world_size}", ""]
-    dims = " ".join(dim for dim in layout.mesh_dims if dim != "tp" or layout.tp > 1)
+    dims = " ".join(d for d in layout.mesh_dims if d != "cp" and (d != "tp" or layout.tp > 1))
+    dims = dims.replace(" dp", " dp x cp") if layout.cp > 1 else dims
     table = [("parameter", "global shape", dims, "local shape", "bytes")]
     table += [(r.name, r.shape, r.placements, r.local_shape, f"{r.bytes:,}") for r in rows]
     lines += _columns(table)

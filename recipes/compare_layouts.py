@@ -42,7 +42,7 @@ TRAIN = Path(__file__).parent.parent / "train_llm.py"
 LAYOUTS = ["1x8", "2x4", "4x2", "8x1"]
 REFERENCE = "1x1"
 # Set here for each layout, or useless.
-OURS = ("--tp", "--dp-replicate", "--run-dir", "--world-size", "--print-plan")
+OURS = ("--tp", "--cp", "--dp-replicate", "--run-dir", "--world-size", "--print-plan")
 # They change nothing that is compared, and may differ when a comparison goes on.
 FREE = {"--wandb", "--wandb-project", "--comm-timeout", *OURS}
 LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -109,8 +109,8 @@ def parse_command(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     add = parser.add_argument
     add("--help", "-h", action="store_true", help="show this and train_llm.py's flags")
     add("--layouts", nargs="+", metavar="DPxTP",
-        help="dp x tp each, on dp*tp processes, or with replicas as rep2-dp2-tp2 (default: 1x8 "
-        "2x4 4x2 8x1)")  # fmt: skip
+        help="dp x tp each, on dp*tp processes, or with more dims as rep2-dp2-cp2-tp1 (default: "
+        "1x8 2x4 4x2 8x1)")  # fmt: skip
     add("--no-reference", action="store_true",
         help="do not train on one process: the first layout is the reference")  # fmt: skip
     add("--verdict", action="store_true",
@@ -199,7 +199,8 @@ def plan_runs(
             sizes = parse_layout(name)
             world_size, run_dir = math.prod(sizes.values()), folder / name
             flags = [*common, *map(str, flags), "--run-dir", str(run_dir)]
-            flags += ["--tp", str(sizes["tp"]), "--dp-replicate", str(sizes["dp_replicate"])]
+            for size, value in sizes.items():
+                flags += [flag(size), str(value)] if size != "dp" else []
             config = parse_flags(flags, console=False)
             checked = config.model_copy(deep=True)
             checked.model.vocab_size = vocab_size

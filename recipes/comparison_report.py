@@ -78,6 +78,7 @@ def read_run(path: Path, label: str | None = None) -> Run:
         layout = make_layout(
             world_size=math.prod(sizes.values()),
             tp=sizes["tp"],
+            cp=sizes["cp"],
             dp_replicate=sizes["dp_replicate"],
             zero=config.layout.zero,
             global_batch_size=config.step.global_batch_size,

@@ -92,7 +92,7 @@ def launched3():
     group.close()
 
 
-LAYOUTS = ["4x2", "8x1", "1x8", "1x1", "3x1", "2x4", "rep2-dp2-tp2", "rep2-dp1-tp1"]
+LAYOUTS = ["4x2", "8x1", "1x8", "1x1", "3x1", "2x4", "rep2-dp2-tp2", "dp2-cp2-tp1"]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -103,7 +103,7 @@ def test_a_checkpoint_is_the_same_on_every_layout(layout, saved_2x4, request, tm
     group = request.getfixturevalue(f"launched{math.prod(sizes.values())}")
     shutil.copytree(saved_2x4 / "half", tmp_path / "run")
     argv = [*SMALL, "--run-dir", tmp_path / "run", "--num-attention-heads", 8, "--tp", tp]
-    argv += ["--dp-replicate", replicas]
+    argv += ["--dp-replicate", replicas, "--cp", sizes["cp"]]
     argv = [str(x) for x in [*argv, *BATCH24, "--steps", 5]]
     results = group.run(resaved, argv, free_port(), tmp_path / "again")
     assert {code for code, _ in results} == {0}

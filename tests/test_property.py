@@ -15,9 +15,11 @@ def draw(seed: int) -> tuple[int, int, dict, dict]:
     chance = random.Random(seed)
     processes = chance.choice([2, 4, 4, 8])
     tp = chance.choice([t for t in (1, 2, 4, 8) if processes % t == 0])
-    ranks = processes // tp
+    cp = chance.choice([c for c in (1, 1, 2, 4) if processes // tp % c == 0])
+    ranks = processes // tp // cp
     zero = chance.choice([3, 3, 2, 1, 0])
     options = {
+        "cp": cp,
         "zero": zero,
         "rep": chance.choice([r for r in (1, 2, 4) if ranks % r == 0]) if zero else 1,
         "micro_batches": chance.choice([m for m in (1, 2, 4, 8) if 8 // ranks % m == 0]),

@@ -65,8 +65,9 @@ RULES = [
     (
         "greater than 0",
         "0 -1",
-        "--tp --dp-replicate --loss-chunks --world-size --lr-decay-steps --num-hidden-layers --lr",
+        "--tp --cp --dp-replicate --world-size --lr-decay-steps --num-hidden-layers --lr",
     ),
+    ("greater than 0", "0 -1", "--loss-chunks"),
     ("greater than 0", "0 -1", "--vocab-size --comm-timeout --hidden-size --rope-theta"),
     (
         "greater than or equal to 0",
@@ -163,7 +164,22 @@ ROWS = {
     "replicas": (
         "--dp-replicate 3 --tp 2",
         world(8),
-        ["--dp-replicate 3", "4 data-parallel ranks", "8 processes / --tp 2", "1, 2 or 4"],
+        ["--dp-replicate 3", "4 data-parallel ranks", "8 processes", "--tp 2", "1, 2 or 4"],
+    ),
+    "context": (
+        "--cp 3 --tp 2",
+        world(8),
+        ["--cp 3", "4 ranks", "8 processes", "--tp 2", "1, 2 or 4"],
+    ),
+    "context-sequence": (
+        "--cp 2 --seq-len 30",
+        world(4),
+        ["--cp 2", "--seq-len 30", "4 chunks", "--seq-len 32"],
+    ),
+    "context-sequence-parallel": (
+        "--cp 2 --tp 4 --seq-len 36 --sequence-parallel on",
+        world(8),
+        ["--tp 4", "18 tokens", "--seq-len 36", "--cp 2", "--seq-len 40"],
     ),
     "replicas-of-replicas": (
         "--dp-replicate 2 --zero 0",

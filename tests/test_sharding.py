@@ -13,6 +13,7 @@ from models.config import LlamaConfig
 from models.initialization import CHUNK_ELEMENTS, init_weights
 from models.llama import Llama
 from parallel import parallelize
+from parallel.context_parallel import local_positions
 from parallel.plan import collectives, parameter_rows
 from tests.toy import (
     GLOBAL_BATCH,
@@ -105,10 +106,10 @@ class CountCollectives(TorchDispatchMode):
 
 
 def count_step(
-    tp: int, rep: int, micro_batches: int, zero: int, sp: bool, dtype: str, fields: dict
+    tp: int, rep: int, micro_batches: int, zero: int, sp: bool, dtype: str, fields: dict, cp: int
 ):
     """What one optimizer step sends, and what the plan says."""
-    ranks = make_ranks(tp, rep=rep, zero=zero)
+    ranks = make_ranks(tp, cp=cp, rep=rep, zero=zero)
     model = make_model(ranks, sp=sp, zero=zero, dtype=dtype, **fields)
     optimizer = ShardedOptimizer(model, OptimizerSection())
     fault, vocab = FaultFlag(ranks.device), model.config.vocab_size
@@ -119,7 +120,7 @@ def count_step(
                 model, optimizer, batch, GLOBAL_BATCH * SEQ_LEN, ranks,
                 zero=zero, lr=1e-3, grad_clip=1.0, step=step + 1, fault=fault,
             )  # fmt: skip
-    layout = make_layout(tp, rep=rep, zero=zero, micro_batches=micro_batches)
+    layout = make_layout(tp, cp=cp, rep=rep, zero=zero, micro_batches=micro_batches)
     planned = collections.Counter({("all_reduce", 16): 1})  # loss and squared gradient norm
     for row in collectives(
         model.config, layout, seq_len=SEQ_LEN, sequence_parallel=sp,
@@ -131,30 +132,34 @@ def count_step(
 
 
 @pytest.mark.parametrize(
-    ("group", "tp", "rep", "micro_batches", "zero", "sp", "dtype", "fields"),
+    ("group", "tp", "rep", "micro_batches", "zero", "sp", "dtype", "fields", "cp"),
     [
-        ("ranks8", 4, 1, 1, 3, True, "float32", {}),
-        ("ranks4", 2, 1, 1, 3, False, "float32", {}),
-        ("ranks4", 2, 1, 2, 2, True, "float32", {}),
-        ("ranks4", 4, 1, 2, 3, True, "float64", {"num_key_value_heads": 2}),
-        ("ranks4", 1, 1, 1, 3, False, "float32", {"vocab_size": 65}),
-        ("ranks4", 1, 1, 2, 3, False, "float32", {"tie_word_embeddings": True}),
-        ("ranks4", 2, 1, 1, 3, True, "bfloat16", {}),
-        ("ranks4", 2, 1, 1, 3, True, "float32", {"tie_word_embeddings": True}),
-        ("ranks1", 1, 1, 2, 3, False, "float32", {}),
-        ("ranks8", 2, 2, 2, 3, True, "float32", {}),
-        ("ranks8", 2, 2, 2, 1, False, "float32", {"tie_word_embeddings": True}),
-        ("ranks4", 1, 4, 2, 2, False, "float32", {}),
-        ("ranks4", 2, 1, 2, 1, True, "float32", {"num_key_value_heads": 1}),
-        ("ranks4", 1, 1, 2, 0, False, "float32", {}),
-        ("ranks4", 2, 1, 2, 0, True, "bfloat16", {}),
+        ("ranks8", 4, 1, 1, 3, True, "float32", {}, 1),
+        ("ranks4", 2, 1, 1, 3, False, "float32", {}, 1),
+        ("ranks4", 2, 1, 2, 2, True, "float32", {}, 1),
+        ("ranks4", 4, 1, 2, 3, True, "float64", {"num_key_value_heads": 2}, 1),
+        ("ranks4", 1, 1, 1, 3, False, "float32", {"vocab_size": 65}, 1),
+        ("ranks4", 1, 1, 2, 3, False, "float32", {"tie_word_embeddings": True}, 1),
+        ("ranks4", 2, 1, 1, 3, True, "bfloat16", {}, 1),
+        ("ranks4", 2, 1, 1, 3, True, "float32", {"tie_word_embeddings": True}, 1),
+        ("ranks1", 1, 1, 2, 3, False, "float32", {}, 1),
+        ("ranks8", 2, 2, 2, 3, True, "float32", {}, 1),
+        ("ranks8", 2, 2, 2, 1, False, "float32", {"tie_word_embeddings": True}, 1),
+        ("ranks4", 1, 4, 2, 2, False, "float32", {}, 1),
+        ("ranks4", 2, 1, 2, 1, True, "float32", {"num_key_value_heads": 1}, 1),
+        ("ranks4", 1, 1, 2, 0, False, "float32", {}, 1),
+        ("ranks4", 2, 1, 2, 0, True, "bfloat16", {}, 1),
+        ("ranks4", 2, 1, 2, 3, True, "float32", {}, 2),
+        ("ranks8", 1, 2, 1, 2, False, "float32", {"vocab_size": 65}, 2),
+        ("ranks8", 4, 1, 2, 1, True, "float64", {"num_key_value_heads": 2}, 2),
     ],
 )
 def test_collectives_equal_the_plan(
-    group, tp, rep, micro_batches, zero, sp, dtype, fields, request
+    group, tp, rep, micro_batches, zero, sp, dtype, fields, cp, request
 ):
     ranks = request.getfixturevalue(group)
-    for found, planned in ranks.run(count_step, tp, rep, micro_batches, zero, sp, dtype, fields):
+    args = tp, rep, micro_batches, zero, sp, dtype, fields, cp
+    for found, planned in ranks.run(count_step, *args):
         assert found == planned
 
 
@@ -251,28 +256,33 @@ def test_initial_standard_deviations():
         assert block.input_layernorm.weight.eq(1).all()
 
 
-def changed_logits(tp: int, sp: bool, position: int) -> tuple[bool, bool]:
+def changed_logits(tp: int, sp: bool, cp: int, position: int) -> tuple[bool, bool]:
     """Whether logits before ``position`` are bitwise unchanged when the token there changes, and
-    whether those from there on change."""
-    ranks = make_ranks(tp)
+    whether all of those that this rank has from there on change."""
+    ranks = make_ranks(tp, cp=cp)
     model = make_model(ranks, sp=sp, dtype="float32")
     inputs = local_batch(0, ranks, 1, 64, "none")[0][0]
-    other = inputs.clone()
-    other[:, position] = (other[:, position] + 1) % 64
+    at = local_positions(SEQ_LEN // cp, cp, ranks.cp_rank) if cp > 1 else torch.arange(SEQ_LEN)
+    other = torch.where(at == position, (inputs + 1) % 64, inputs)
     with torch.no_grad():
-        a, b = model(inputs), model(other)
-    return torch.equal(a[:, :position], b[:, :position]), not torch.equal(
-        a[:, position], b[:, position]
-    )
+        same = (model(inputs) == model(other)).all(dim=-1)
+    return bool(same[:, at < position].all()), not same[:, at >= position].any()
 
 
 @pytest.mark.parametrize(
-    ("group", "tp", "sp"),
-    [("ranks1", 1, False), ("ranks4", 1, False), ("ranks4", 2, True), ("ranks8", 8, False)],
+    ("group", "tp", "sp", "cp"),
+    [
+        ("ranks1", 1, False, 1),
+        ("ranks4", 1, False, 1),
+        ("ranks4", 2, True, 1),
+        ("ranks8", 8, False, 1),
+        ("ranks4", 1, False, 4),
+        ("ranks8", 2, True, 2),
+    ],
 )
-def test_causal(group, tp, sp, request):
+def test_causal(group, tp, sp, cp, request):
     for position in (1, 7, 15):
-        found = request.getfixturevalue(group).run(changed_logits, tp, sp, position)
+        found = request.getfixturevalue(group).run(changed_logits, tp, sp, cp, position)
         assert set(found) == {(True, True)}
 
 

@@ -11,6 +11,7 @@ from models.config import LlamaConfig
 from models.initialization import init_weights
 from models.llama import Llama
 from parallel import parallelize
+from parallel.context_parallel import local_tokens
 from parallel.layout import Launch, Layout
 from parallel.mesh import Ranks, make_mesh
 from training.config import OptimizerSection
@@ -31,18 +32,20 @@ MODEL = {
 GLOBAL_BATCH, SEQ_LEN = 8, 16
 
 
-def make_layout(tp: int, *, rep: int = 1, zero: int = 3, micro_batches: int = 1) -> Layout:
+def make_layout(
+    tp: int, *, cp: int = 1, rep: int = 1, zero: int = 3, micro_batches: int = 1
+) -> Layout:
     """The layout of all ranks of this process's group."""
-    ranks = dist.get_world_size() // tp
+    ranks = dist.get_world_size() // tp // cp
     size = GLOBAL_BATCH // ranks // micro_batches
-    return Layout(ranks // rep, tp, size, micro_batches, dp_replicate=rep, zero=zero)
+    return Layout(ranks // rep, tp, size, micro_batches, dp_replicate=rep, cp=cp, zero=zero)
 
 
 @functools.cache
-def make_ranks(tp: int, *, rep: int = 1, zero: int = 3) -> Ranks:
+def make_ranks(tp: int, *, cp: int = 1, rep: int = 1, zero: int = 3) -> Ranks:
     """This process among the ranks of its group."""
     rank, world = dist.get_rank(), dist.get_world_size()
-    layout = make_layout(tp, rep=rep, zero=zero)
+    layout = make_layout(tp, cp=cp, rep=rep, zero=zero)
     control = dist.new_group(backend="gloo")
     launch = Launch(rank, world, rank, world)
     return Ranks(launch, torch.device("cpu"), make_mesh("cpu", layout), control, dist.HashStore())
@@ -92,10 +95,13 @@ def global_batch(step: int, vocab_size: int, mask: str = "none") -> tuple[np.nda
 
 def local_batch(step: int, ranks: Ranks, micro_batches: int, vocab_size: int, mask: str) -> Batch:
     """The micro-batches of this dp rank."""
-    dp = ranks.launch.world_size // ranks.tp
+    dp = ranks.launch.world_size // ranks.tp // ranks.cp
     mine = slice(ranks.dp_rank * GLOBAL_BATCH // dp, (ranks.dp_rank + 1) * GLOBAL_BATCH // dp)
     parts = (np.split(x[mine], micro_batches) for x in global_batch(step, vocab_size, mask))
-    return [tuple(map(torch.from_numpy, pair)) for pair in zip(*parts, strict=True)]
+    return [
+        tuple(local_tokens(torch.from_numpy(x), ranks.cp, ranks.cp_rank) for x in pair)
+        for pair in zip(*parts, strict=True)
+    ]
 
 
 def full(tensor: torch.Tensor) -> np.ndarray:
@@ -107,6 +113,7 @@ def full(tensor: torch.Tensor) -> np.ndarray:
 def train_toy(
     tp: int = 1,
     *,
+    cp: int = 1,
     rep: int = 1,
     zero: int = 3,
     steps: int = 5,
@@ -119,7 +126,7 @@ def train_toy(
 
     Every rank's loss and gradient norm must be the same number.
     """
-    ranks = make_ranks(tp, rep=rep, zero=zero)
+    ranks = make_ranks(tp, cp=cp, rep=rep, zero=zero)
     model = make_model(ranks, zero=zero, **options)
     defaults = {"optimizer": "sgd", "lr": 0.3, "weight_decay": 0.1, "grad_clip": 0.5}
     section = OptimizerSection(**(defaults | (optimizer or {})))

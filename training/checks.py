@@ -52,6 +52,7 @@ def check(config: Config, launch: Launch) -> Layout:
     layout = make_layout(
         world_size=config.layout.world_size or launch.world_size,
         tp=config.layout.tp,
+        cp=config.layout.cp,
         dp_replicate=config.layout.dp_replicate,
         zero=config.layout.zero,
         global_batch_size=step.global_batch_size,

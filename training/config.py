@@ -63,6 +63,10 @@ class LayoutSection(Section):
     """How the model is laid out over the processes. What is left after tp is data parallel."""
 
     tp: PositiveInt = Field(1, description="Tensor-parallel ranks; 1 turns it off.")
+    cp: PositiveInt = Field(
+        1,
+        description="Context-parallel ranks, among which every sequence is cut; 1 turns it off.",
+    )
     dp_replicate: PositiveInt = Field(
         1,
         description="Hybrid sharding: groups of data-parallel ranks that hold the same shards, and "

@@ -25,25 +25,31 @@ from training.optimizer import ShardedOptimizer, counts_here
 RUNGS = ("tokens", "weights", "activations", "loss", "gradients", "grad_norm", "new_weights")
 
 
-def _hash(start: int, length: int, salt: int, device: torch.device) -> Tensor:
-    """Pseudo-random int64 of each index from ``start``, the same on every device."""
-    x = torch.arange(start, start + length, dtype=torch.int64, device=device)
+Start = int | Tensor  # global index of the first element, or of every element, of a dim
+
+
+def _hash(start: Start, length: int, salt: int, device: torch.device) -> Tensor:
+    """Pseudo-random int64 of each index, the same on every device."""
+    if isinstance(start, Tensor):
+        x = start.to(device)
+    else:
+        x = torch.arange(start, start + length, dtype=torch.int64, device=device)
     for multiplier in (0x1E3779B97F4A7C15, 0x3F58476D1CE4E5B9):
         x = (x + salt) * multiplier
         x = x ^ (x >> 31)
     return x
 
 
-def _direction(start: int, length: int, dim: int, device: torch.device) -> Tensor:
+def _direction(start: Start, length: int, dim: int, device: torch.device) -> Tensor:
     """Weights in [-1, 1) of the indices of one dim, float64."""
     return (_hash(start, length, dim + 1, device) >> 11).double() / 2**52
 
 
-def project(x: Tensor, start: tuple[int, ...]) -> Tensor:
+def project(x: Tensor, start: tuple[Start, ...]) -> Tensor:
     """[projection, squared norm] of this part of a tensor, float64.
 
     Args:
-        start: global index of the first element in each dim.
+        start: global index in each dim, of the first element or of all of them.
     """
     x = x.detach().double()
     norm = x.square().sum()
@@ -83,7 +89,7 @@ class Fingerprints:
         self._path, self.steps = path, steps
         self._step, self._micro_batch = None, 0
         self._rungs: dict[str, dict[str, Tensor]] = {}
-        self._forward = False
+        self._forward, self._positions = False, model.model.positions
         model.register_forward_pre_hook(self._next_micro_batch)
         model.register_forward_hook(self._forward_done)
         for name, module in model.named_modules():
@@ -144,7 +150,7 @@ class Fingerprints:
             for number, pair in enumerate(batch):
                 tokens, first = pair[k], self._first_sequence(number)
                 rows = _hash(first, tokens.shape[0], 1, tokens.device).unsqueeze(1)
-                columns = _hash(0, tokens.shape[1], 2, tokens.device)
+                columns = _hash(self._positions(tokens.shape[1]), 0, 2, tokens.device)
                 here = ((tokens + 101) * (rows ^ columns)).sum()
                 # The second number is zero where all tp ranks of a dp rank read the same.
                 counts = int(self._ranks.tp_rank == 0)
@@ -176,13 +182,16 @@ class Fingerprints:
     def _project_output(self, module: nn.Module, output: Tensor) -> Tensor:
         """[projection, squared norm] of this rank's part of a module's output [B, S, width]."""
         tp_rank = self._ranks.tp_rank
-        sequence, column = 0, getattr(module, "output_start", 0)
+        length, column = output.shape[1], getattr(module, "output_start", 0)
         placement = getattr(module, "output_placement", None)
         counts = getattr(module, "output_counts", True)
         if placement is None or placement.is_replicate():
             counts = tp_rank == 0
-        elif placement.is_shard(1):
-            sequence = tp_rank * output.shape[1]
         if not counts:
             return torch.zeros(2, dtype=torch.float64, device=output.device)
+        if placement is not None and placement.is_shard(1):
+            whole = self._positions(length * self._layout.tp)
+            sequence = whole[tp_rank * length : (tp_rank + 1) * length]
+        else:
+            sequence = self._positions(length)
         return project(output, (self._first_sequence(self._micro_batch), sequence, column))

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from parallel.context_parallel import local_tokens
 from parallel.data_parallel import begin_micro_batch, reshard
 from parallel.layout import Layout
 from parallel.mesh import Ranks
@@ -179,8 +180,8 @@ def evaluate(
         batch_size=layout.batch_size,
         max_batches=config.data.eval_batches,
     )
-    for inputs, targets in batches:
-        inputs, targets = inputs.to(ranks.device), targets.to(ranks.device)
+    for pair in batches:
+        inputs, targets = (local_tokens(x, ranks.cp, ranks.cp_rank).to(ranks.device) for x in pair)
         total[0] += batch_loss(model, inputs, targets, ranks)
         total[1] += (targets != IGNORE_INDEX).sum()
     reshard(model)
@@ -217,6 +218,9 @@ class AgreedBatches:
                 dp=layout.data_ranks,
                 batch_size=layout.batch_size,
             )
+            batch = [
+                tuple(local_tokens(x, ranks.cp, ranks.cp_rank) for x in pair) for pair in batch
+            ]
             if ranks.device.type == "cpu":
                 return batch
             # From pageable memory the copy would wait for the device.

@@ -238,7 +238,7 @@ def parameter_dtype(config: Config) -> torch.dtype:
 def parallel_options(config: Config, ranks: Ranks) -> dict:
     """How the collectives are arranged; resolves ``--sequence-parallel auto``."""
     tp, setting = ranks.tp, config.layout.sequence_parallel
-    auto = ranks.device.type == "cuda" and config.step.seq_len % tp == 0
+    auto = ranks.device.type == "cuda" and config.step.seq_len // config.layout.cp % tp == 0
     return {
         "sequence_parallel": tp > 1 and (setting == "on" or (setting == "auto" and auto)),
         "dtype": getattr(torch, config.step.dtype),
@@ -270,7 +270,9 @@ def describe(config: Config, layout: Layout, ranks: Ranks, checkpoint: Path | No
     step, model, options = config.step, config.model, parallel_options(config, ranks)
     cuda = ranks.device.type == "cuda"
     device = f"{torch.cuda.get_device_name()}, nccl" if cuda else "CPU, gloo"
-    dims = f"dp {layout.dp} x tp {layout.tp}"
+    dims = (
+        f"dp {layout.dp}" + (f" x cp {layout.cp}" if layout.cp > 1 else "") + f" x tp {layout.tp}"
+    )
     if layout.dp_replicate > 1:
         dims = f"dp-replicate {layout.dp_replicate} x {dims}"
     lines = [
