@@ -5,12 +5,13 @@ process writes into the store what its training is doing, and ends the process w
 has stood still for too long because of a rank that is gone or behind.
 """
 
+import contextlib
 import json
 import socket
 import threading
 import time
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from parallel.mesh import Ranks
 
@@ -69,18 +70,22 @@ class Heartbeat:
     def find_stall(self) -> Stall | None:
         """Who keeps the others waiting, found by listening for a few seconds; None if nobody."""
         first = self._read_all()
-        for _ in range(3):
+        for _ in range(3 if first else 0):
             time.sleep(self._interval)
             self._beat()  # the others listen too
         last = self._read_all()
-        if first is None or last is None:
+        if first is None and last:
+            return None  # the store is only slow
+        if last is None:
             message = "rank 0 or its node does not answer: the store of the launch is there"
             return Stall(0, 0, message)
         silent = [r for r in range(self._world_size) if last[r].beats == first[r].beats]
         behind = min(beat.moves for beat in last)
         if silent:
             ranks, what = silent, "does not answer: its process is stopped or gone"
-        elif behind < max(beat.moves for beat in last):
+        elif behind < last[self._rank].moves:
+            # Nobody waits for this rank here; where one does, it is the one that says so. Behind by
+            # an instant, at the end of a long phase of all ranks, is no reason to end.
             ranks = [r for r in range(self._world_size) if last[r].moves == behind]
             what = "is behind"
         else:
@@ -106,19 +111,37 @@ class Heartbeat:
 
     def _beat(self) -> None:
         self._beats += 1
-        beat = Beat(self._beats, *self._now, socket.gethostname())
-        self._store.set(f"heartbeat/{self._rank}", json.dumps(beat))
+        beat = json.dumps(Beat(self._beats, *self._now, socket.gethostname()))
+        self._ask(lambda: self._store.set(f"heartbeat/{self._rank}", beat))
 
     def _read_all(self) -> list[Beat] | None:
         """The last beat of each rank; None if the store does not answer."""
-        found = []
+        keys = [f"heartbeat/{rank}" for rank in range(self._world_size)]
 
-        def read() -> None:
-            keys = [f"heartbeat/{rank}" for rank in range(self._world_size)]
-            found.extend(Beat(*json.loads(text)) for text in self._store.multi_get(keys))
+        def read() -> list[Beat]:
+            # To ask for the beat of a rank that has not come this far would be to wait for it.
+            known = keys
+            if not self._store.check(keys):
+                known = [key for key in keys if self._store.check([key])]
+            beats = dict(zip(known, self._store.multi_get(known), strict=True))
+            never = json.dumps(Beat(0, -1, 0, "start", "an unknown host"))
+            return [Beat(*json.loads(beats.get(key, never))) for key in keys]
 
-        # The store's own timeout is that of a start, minutes long.
-        thread = threading.Thread(target=read, daemon=True)
+        return self._ask(read)
+
+    def _ask(self, call: Callable[[], Any]) -> Any:
+        """The store's answer; None if it has none within an interval, or is gone.
+
+        Without torchrun the store lives in rank 0, which may be killed or stopped like any other,
+        and its own timeout is that of a start, minutes long.
+        """
+        answer = []
+
+        def ask() -> None:
+            with contextlib.suppress(RuntimeError):
+                answer.append(call())
+
+        thread = threading.Thread(target=ask, daemon=True)
         thread.start()
         thread.join(self._interval)
-        return found if len(found) == self._world_size else None
+        return answer[0] if answer else None
