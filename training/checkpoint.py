@@ -256,7 +256,12 @@ def load_checkpoint(
         saved = read_checkpoint_state(checkpoint)
         same_ranks = saved["world_size"] == ranks.launch.world_size
         tensors = _tensors(model, optimizer, ranks, rng=same_ranks)
-        dcp.load(tensors, storage_reader=CheckpointReader(checkpoint), process_group=ranks.control)
+        reader = CheckpointReader(checkpoint)
+        if same_ranks:
+            # One that was saved on CPUs has no state of a GPU.
+            known = reader.read_metadata().state_dict_metadata
+            tensors["rng"] = {k: v for k, v in tensors["rng"].items() if f"rng.{k}" in known}
+        dcp.load(tensors, storage_reader=reader, process_group=ranks.control)
     except (OSError, DamageError, CheckpointException) as error:
         raise CheckpointError(f"{checkpoint} cannot be read: {_cause(error)}") from error
     for name, value in tensors.get("rng", {}).items():
