@@ -218,8 +218,12 @@ def rank_logger(run_dir: RunDir, rank: int) -> logging.Logger:
         logger.removeHandler(handler)
         handler.close()
     file = run_dir.log_file(rank)
-    file.parent.mkdir(parents=True, exist_ok=True)
-    handler = logging.FileHandler(file, encoding="utf-8")
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        handler = logging.FileHandler(file, encoding="utf-8")
+    except OSError:
+        # What is logged is often that the disk takes nothing more; that must reach the terminal.
+        handler = logging.NullHandler()
     handler.setFormatter(logging.Formatter(f"%(asctime)s rank={rank} %(levelname)s %(message)s"))
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
