@@ -21,7 +21,7 @@ from training.checkpoint_dir import read_checkpoint_state
 from training.config import Config, seconds
 from training.heartbeat import Heartbeat, Stall
 from training.loop import SIGNAL, TIME, NonFiniteError
-from training.reporter import Reporter
+from training.reporter import Reporter, say
 from training.run_dir import RunDir, rank_logger
 from training.start import describe
 
@@ -48,7 +48,8 @@ def reporting(
     def end(reporter: Reporter | None) -> None:
         if reporter:
             reporter.close(exit_code=1)
-        sys.stdout.flush()
+        with contextlib.suppress(OSError):
+            sys.stdout.flush()
         with _speaking:
             # Not sys.exit: a process group whose peers are gone may never come down.
             os._exit(1)
@@ -106,9 +107,7 @@ def _speak(run: RunDir, rank: int, step: int, text: str, detail: str | None = No
     """Say that ``rank`` failed, if no rank has said anything yet."""
     with _speaking:
         if run.fail(rank, step, text):
-            print(
-                f"train_llm.py: error on rank {rank}: {detail or text}", file=sys.stderr, flush=True
-            )
+            say(f"train_llm.py: error on rank {rank}: {detail or text}", sys.stderr)
 
 
 def report_save(
@@ -120,7 +119,7 @@ def report_save(
         text = f"{fault}; training goes on" if fault else "checkpoints can be written again"
         rank_logger(run, ranks.rank).warning(text)
         if reporter:
-            print(f"train_llm.py: warning: {text}", file=sys.stderr, flush=True)
+            say(f"train_llm.py: warning: {text}", sys.stderr)
             # Where nothing can be written, there is nothing to be done about that.
             with contextlib.suppress(OSError):
                 run.write_status("running", **({"checkpoint_fault": fault} if fault else {}))
@@ -165,11 +164,17 @@ def finish(
             speed = statistics.median(row["tokens_per_s"] for row in rows)
             memory = max(row["peak_memory_bytes"] or 0 for row in rows) / 2**20
             loss = "none" if rows[-1]["loss"] is None else f"{rows[-1]['loss']:.4f}"
-            print(
+            say(
                 f"{outcome} at step {progress.step}: loss {loss}, "
-                f"median {speed:,.0f} tokens/s, peak memory {memory:,.0f} MiB per rank"
+                f"median {speed:,.0f} tokens/s, peak memory {memory:,.0f} MiB per rank",
+                sys.stdout,
             )
-        print(f"run directory: {run.path}", flush=True)
+        say(f"run directory: {run.path}", sys.stdout)
+        try:
+            sys.stdout.flush()
+        except OSError:
+            # What could not be printed would make Python's own exit fail.
+            sys.stdout = open(os.devnull, "w")  # noqa: SIM115
         run.unlock()
     rank_logger(run, ranks.rank).info("%s at step %d", outcome, progress.step)
     # Everything is saved. A rank that has left already closes its connections on the others.

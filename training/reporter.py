@@ -31,6 +31,15 @@ def _decimal(number: float | None) -> str:
     return "none" if number is None else f"{number:.4f}"
 
 
+def say(text: str, stream: TextIO) -> None:
+    """Print a line at once, or not at all where the stream takes nothing more.
+
+    What a job prints is often redirected to the disk that is full, or to a reader that has gone.
+    """
+    with contextlib.suppress(OSError):
+        print(text, file=stream, flush=True)
+
+
 class Reporter:
     """Writes metrics.jsonl and eval.jsonl, shows progress, feeds wandb. Global rank 0 only."""
 
@@ -104,7 +113,9 @@ class Reporter:
         eta = _duration(max(0, self._steps - step) * record["step_s"])
         if self._bar:
             task = self._bar.task_ids[0]
-            self._bar.update(task, completed=step, loss=loss, speed=speed, eta=eta, refresh=True)
+            shown = {"completed": step, "loss": loss, "speed": speed, "eta": eta}
+            with contextlib.suppress(OSError):
+                self._bar.update(task, refresh=True, **shown)
             return
         wall = f"{record['step_s']:.2f} s/step"
         skipped = f"  {record['skipped_steps']} skipped" if record["skipped_steps"] else ""
@@ -126,15 +137,17 @@ class Reporter:
     def message(self, text: str) -> None:
         """One line on the terminal, above the bar where there is one."""
         if self._bar:
-            self._bar.console.print(text, markup=False, highlight=False, soft_wrap=True)
+            with contextlib.suppress(OSError):
+                self._bar.console.print(text, markup=False, highlight=False, soft_wrap=True)
         else:
-            print(text, file=self._stream, flush=True)
+            say(text, self._stream)
 
     def close(self, exit_code: int = 0) -> None:
         """Leave the terminal in order and end the wandb run, waiting up to a minute for uploads."""
         with contextlib.suppress(OSError):
             self.flush()
         if self._bar:
-            self._bar.stop()
+            with contextlib.suppress(OSError):
+                self._bar.stop()
             self._bar = None
         self._wandb.close(exit_code)
