@@ -1,5 +1,6 @@
 """Everything that can be known to be wrong before a process group is built. Torch-free."""
 
+import contextlib
 import os
 import re
 import socket
@@ -174,6 +175,17 @@ def refuse(message: str, launch: Launch, program: str = "train_llm.py") -> None:
     os._exit(2)
 
 
+def _note_finished(run_dir: Path, step: int) -> None:
+    """Put right the status of a run that was killed between its last checkpoint and its end."""
+    run = RunDir(run_dir)
+    if (run.read_status() or {}).get("state") in ("running", "failed"):
+        # Held by another job, which still ends, or not writable: then it stays as it is.
+        with contextlib.suppress(ConfigError, OSError):
+            run.lock()
+            run.write_status("finished", step=step)
+        run.unlock()
+
+
 def load_config(argv: list[str]) -> tuple[Config, Layout, Launch]:
     """The checked config, layout and launch of this process.
 
@@ -201,6 +213,7 @@ def load_config(argv: list[str]) -> tuple[Config, Layout, Launch]:
         done = read_checkpoint_state(checkpoint)["step"]
         if done >= config.step.steps:
             if launch.rank == 0:
+                _note_finished(config.run_dir, done)
                 print(
                     f"{config.run_dir} is finished: {done} of {config.step.steps} steps are done. "
                     "Raise --steps to go on, or use another --run-dir."
