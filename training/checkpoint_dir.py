@@ -4,6 +4,7 @@
 ``sha256sum -c`` reads too.
 """
 
+import contextlib
 import hashlib
 import json
 import os
@@ -31,7 +32,14 @@ def checkpoints_in(folder: Path) -> list[Path]:
     directories and other names are none.
     """
     named = [path for path in folder.glob("step-*") if re.fullmatch(r"step-\d{8}", path.name)]
-    return sorted(path for path in named if path.is_dir() and any(path.iterdir()))
+    return sorted(path for path in named if path.is_dir() and _has_files(path))
+
+
+def _has_files(folder: Path) -> bool:
+    # The job that holds the run may be removing it.
+    with contextlib.suppress(OSError):
+        return any(folder.iterdir())
+    return False
 
 
 def complete_checkpoints(folder: Path) -> list[Path]:
@@ -101,7 +109,10 @@ def read_checkpoint_state(checkpoint: Path) -> dict:
         DamageError: if it is not the one that was written.
     """
     check_file(checkpoint, STATE, read_sums(checkpoint))
-    return json.loads((checkpoint / STATE).read_text(encoding="utf-8"))
+    try:
+        return json.loads((checkpoint / STATE).read_text(encoding="utf-8"))
+    except OSError as error:  # the job that holds the run has just removed it
+        raise DamageError(f"{STATE} cannot be read ({error.strerror})") from None
 
 
 def put_aside(path: Path, label: str) -> Path:
