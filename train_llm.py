@@ -43,7 +43,7 @@ def main() -> None:
         say = print if ranks.rank == 0 else lambda *_: None
         data = start.open_data(config, tokenizer, ranks, say)
         start.check_data(config, data, checkpoint)
-    start.begin_run(config, layout, ranks, run, checkpoint)
+        start.begin_run(config, layout, ranks, run, checkpoint)
 
     progress = Progress()
     reporting = ending.reporting(run, config, layout, ranks, checkpoint, progress)

@@ -147,20 +147,29 @@ def begin_run(
 
     What stands after the checkpoint is about to be done again: metrics are cut back, and later
     checkpoints, which are damaged or which ``--resume`` has gone behind, get other names.
+
+    Raises:
+        ConfigError: if there is no room for that.
     """
     hosts = [""] * layout.world_size
     dist.all_gather_object(hosts, socket.gethostname(), group=ranks.control)
     if ranks.rank == 0:
-        if checkpoint is None:
-            write_atomic(run.config_toml, to_toml(config))
-        else:
-            for path in checkpoints_in(run.checkpoints):
-                if path > checkpoint:
-                    aside = put_aside(path, "unused")
-                    print(f"train_llm.py: {path} is now {aside.name}", file=sys.stderr)
-        run.cut_metrics(read_checkpoint_state(checkpoint)["step"] if checkpoint else 0)
-        run.write_status("running")
-        run.record_start(_start_record(layout, ranks, sorted(set(hosts))))
+        try:
+            if checkpoint is None:
+                write_atomic(run.config_toml, to_toml(config))
+            else:
+                for path in checkpoints_in(run.checkpoints):
+                    if path > checkpoint:
+                        aside = put_aside(path, "unused")
+                        print(f"train_llm.py: {path} is now {aside.name}", file=sys.stderr)
+            run.cut_metrics(read_checkpoint_state(checkpoint)["step"] if checkpoint else 0)
+            run.write_status("running")
+            run.record_start(_start_record(layout, ranks, sorted(set(hosts))))
+        except OSError as error:
+            raise ConfigError(
+                f"--run-dir {config.run_dir} cannot be written ({error.strerror}): make room, or "
+                "name another directory"
+            ) from None
     rank_logger(run, ranks.rank).info("started on %s as %s", socket.gethostname(), ranks.device)
 
 
