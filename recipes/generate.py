@@ -136,6 +136,12 @@ def _whole(text: str) -> int:
     return int(text)
 
 
+def _positive(text: str) -> int:
+    if _whole(text) == 0:
+        raise argparse.ArgumentTypeError("0 is not a whole number of 1 or more")
+    return int(text)
+
+
 def _temperature(text: str) -> float:
     try:
         value = float(text)
@@ -163,7 +169,7 @@ def parse_command(argv: list[str]) -> argparse.Namespace:
         help="a run directory (its newest checkpoint is taken), or a checkpoint")  # fmt: skip
     add("--prompt", default="", metavar="TEXT",
         help="how the text starts (default: nothing)")  # fmt: skip
-    add("--max-new-tokens", type=_whole, default=64, metavar="N",
+    add("--max-new-tokens", type=_positive, default=64, metavar="N",
         help="tokens after the prompt, unless the text ends before (default: 64)")  # fmt: skip
     add("--temperature", type=_temperature, default=0.8, metavar="T",
         help="0 takes the likeliest token each time, 1 draws as the model says (default: 0.8)"
