@@ -33,7 +33,7 @@ from training.wandb_run import wandb_key_configured
 # may have moved; the other is only for an export.
 NOT_COMPARED = ("tokenizer", "max_position_embeddings")
 # Set where a launcher starts the same command again: it is to go on, not to begin anew.
-RESTARTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
+RESTARTS = ("SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT")
 
 
 def check(config: Config, launch: Launch) -> Layout:
@@ -175,6 +175,16 @@ def refuse(message: str, launch: Launch, program: str = "train_llm.py") -> None:
     os._exit(2)
 
 
+def launch_ids() -> list[str]:
+    """What a restart by Slurm, and one by torchrun, has in common with the first attempt."""
+    job, run = os.environ.get("SLURM_JOB_ID", "none"), os.environ.get("TORCHELASTIC_RUN_ID", "none")
+    # torchrun makes an id of its own with --standalone alone; else the parent process is one.
+    return [
+        f"job {job}",
+        f"run {run}" if run != "none" else f"process {os.getppid()} on {socket.gethostname()}",
+    ]
+
+
 def _note_finished(run_dir: Path, step: int) -> None:
     """Put right the status of a run that was killed between its last checkpoint and its end."""
     run = RunDir(run_dir)
@@ -197,8 +207,11 @@ def load_config(argv: list[str]) -> tuple[Config, Layout, Launch]:
     try:
         launch = read_launch()
         config = parse_flags(argv, console=launch.rank == 0)
-        if any(int(os.environ.get(name) or 0) for name in RESTARTS):
-            config.run.resume = None
+        # Unless the first attempt ended before it had gone back to the checkpoint that is named.
+        for name, launched in zip(RESTARTS, launch_ids(), strict=True):
+            restarted = int(os.environ.get(name) or 0)
+            if restarted and RunDir(config.run_dir).begun_by(launched):
+                config.run.resume = None
         checkpoint = None if config.layout.print_plan else find_checkpoint(config)
         if checkpoint:
             check_resume(config, checkpoint)

@@ -138,6 +138,12 @@ class RunDir:
         run["starts"].append(record)
         write_atomic(self.run_json, json.dumps(run, indent=1) + "\n")
 
+    def begun_by(self, launch_id: str) -> bool:
+        """Whether the last start that got as far as changing something was of this launch."""
+        starts = (_read_object(self.run_json) or {}).get("starts")
+        last = starts[-1] if isinstance(starts, list) and starts else None
+        return isinstance(last, dict) and launch_id in last.get("launch", ())
+
     def wandb_id(self) -> str:
         """The id of this run on wandb: the same after a resume, a new one in a copied directory."""
         run = self._read_run()

@@ -22,7 +22,7 @@ from parallel.plan import collectives, format_plan, parameter_rows
 from training.checkpoint import remove_partial
 from training.checkpoint_dir import checkpoints_in, put_aside, read_checkpoint_state
 from training.checkpoint_files import find_fault
-from training.checks import check_resume, find_checkpoint, identity, refuse
+from training.checks import check_resume, find_checkpoint, identity, launch_ids, refuse
 from training.config import Config, ConfigError, flag, to_toml
 from training.data import TokenData, open_tokens
 from training.files import write_atomic
@@ -129,6 +129,8 @@ def _adopt(config: Config, first: dict) -> None:
     """
     config.optimizer.lr_decay_steps = first["optimizer"]["lr_decay_steps"]
     config.model.vocab_size = first["model"]["vocab_size"]
+    # Only there is it known whether a restarted launch had begun.
+    config.run.resume = first["run"]["resume"]
     for table, here in config.model_dump(mode="json").items():
         pairs = here.items() if isinstance(here, dict) else [(table, here)]
         for key, value in pairs:
@@ -193,6 +195,7 @@ def _start_record(layout: Layout, ranks: Ranks, hosts: list[str]) -> dict:
         },
         "git_commit": _git_commit(),
         "command": sys.argv,
+        "launch": launch_ids(),
     }
 
 
