@@ -40,8 +40,7 @@ def main() -> None:
         start.resolve_vocabulary(config, layout, tokenizer)
         ranks = init_ranks(launch, layout, config.run.comm_timeout)
         run, checkpoint = start.open_run(config, ranks)
-        say = print if ranks.rank == 0 else lambda *_: None
-        data = start.open_data(config, tokenizer, ranks, say)
+        data = start.open_data(config, tokenizer, ranks)
         start.check_data(config, data, checkpoint)
         start.begin_run(config, layout, ranks, run, checkpoint)
 

@@ -324,6 +324,28 @@ def draw_and_restore(folder: Path) -> tuple[list[float], list[float]]:
     return first, torch.rand(3).tolist()
 
 
+def load_as_on_a_gpu(folder: Path) -> int:
+    """Resume where a state is asked for that the checkpoint does not hold."""
+    import training.checkpoint
+
+    model, optimizer, progress, _ = toy(2, folder, [])
+    real = training.checkpoint._tensors
+
+    def more(*args, **kwargs):
+        state = real(*args, **kwargs)
+        state["rng"]["rank-00000.cuda"] = torch.zeros(16, dtype=torch.uint8)
+        return state
+
+    with mock.patch("training.checkpoint._tensors", more):
+        load_checkpoint(folder / "step-00000001", model, optimizer, progress, make_ranks(2))
+    return progress.step
+
+
+def test_a_checkpoint_of_cpus_has_no_state_of_a_gpu(ranks4, tmp_path):
+    ranks4.run(save_and_change, tmp_path, False)
+    assert ranks4.run(load_as_on_a_gpu, tmp_path) == [1] * 4
+
+
 def test_each_rank_gets_its_own_random_state_back(ranks4, tmp_path):
     found = ranks4.run(draw_and_restore, tmp_path)
     assert all(first == again for first, again in found)

@@ -14,11 +14,12 @@ import pytest
 from pydantic import BaseModel
 
 from training.checkpoint_dir import file_sum, write_sums
-from training.checks import NOT_COMPARED, check_resume, identity, load_config
+from training.checks import NOT_COMPARED, check_resume, identity, launch_ids, load_config
 from training.command_line import RECIPES, load_recipe, parse_flags
 from training.config import Config, ConfigError, OptimizerSection, flag, seconds, to_toml
 from training.optimizer import lr_at
-from training.wandb_run import wandb_key_configured
+from training.run_dir import RunDir
+from training.wandb_run import read_history, wandb_key_configured
 
 ROOT = Path(__file__).parent.parent
 pytestmark = pytest.mark.usefixtures("no_launcher")
@@ -399,6 +400,37 @@ def test_fewer_steps_than_the_warm_up_may_be_left():
     save(["--steps", "120", "--vocab-size", "257"])
     config, _, _ = load_config(["--run-dir", "run", "--steps", "5"])
     assert (config.step.steps, config.optimizer.lr_decay_steps) == (5, 120)
+
+
+@pytest.mark.parametrize("counter", ["TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"])
+def test_a_restart_forgets_the_checkpoint_that_was_named(monkeypatch, counter):
+    """But only once an attempt of this launch has gone back to it."""
+    for step in (4, 8):
+        save(BASE, step=step)
+    argv = [*BASE, "--run-dir", "run", "--resume", "step-4", "--steps", "100"]
+    monkeypatch.setenv("SLURM_JOB_ID", "17")
+    RunDir(Path("run")).record_start({"launch": ["job 16", "process 1 on elsewhere"]})
+    monkeypatch.setenv(counter, "1")
+    assert load_config(argv)[0].run.resume == "step-4"
+    RunDir(Path("run")).record_start({"launch": launch_ids()})
+    assert load_config(argv)[0].run.resume is None
+    monkeypatch.setenv(counter, "0")
+    assert load_config(argv)[0].run.resume == "step-4"
+
+
+def test_a_run_that_was_killed_at_its_end_is_finished(tmp_path):
+    """status.json says so, and wandb gets what it lacks."""
+    save(["--steps", "12", "--vocab-size", "257"], step=12)
+    run = RunDir(Path("run"))
+    run.write_status("running")
+    run.metrics_jsonl.write_text('{"step": 11, "loss": 2.5}\n{"step": 12, "loss": 2.0}\n')
+    argv = ["--run-dir", "run", "--steps", "12", "--wandb", "offline"]
+    done = train_llm(tmp_path, *argv)
+    assert done.returncode == 0 and "run is finished: 12 of 12 steps" in done.stdout
+    assert run.read_status()["state"] == "finished" and run.read_status()["step"] == 12
+    assert [row["step"] for row in read_history(Path("run/wandb"), run.wandb_id())] == [11, 12]
+    (tmp_path / "again").mkdir()
+    assert "wandb" not in train_llm(tmp_path / "again", *argv).stdout
 
 
 def test_finished_run_says_so(tmp_path):

@@ -5,6 +5,7 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +14,7 @@ from unittest import mock
 import pytest
 import torch
 
-from tests.launch import SMALL, checkpoint_tensors, command, curve, rows, run_main, train
+from tests.launch import REPO, SMALL, checkpoint_tensors, command, curve, rows, run_main, train
 from tests.ranks import Group, RankError, free_port
 from tests.test_checkpoint import flip
 from tests.torture import torture
@@ -356,6 +357,34 @@ def test_a_disk_that_recovers(small_disk):
     _, err = process.communicate(timeout=60)
     assert process.returncode == 0 and "checkpoints can be written again" in err
     assert status(run_dir)["state"] == "stopped"
+
+
+def test_a_disk_that_becomes_read_only(small_disk):
+    """Training goes on; the exit code says that the last step is not saved."""
+    run_dir = small_disk / "run"
+    argv = ["--steps", 10**5, "--checkpoint-every", 10, "--keep-checkpoints", 1]
+    process = command(*SMALL, "--run-dir", run_dir, *argv)
+    wait_until(lambda: list(run_dir.glob("checkpoints/step-*")), process)
+    subprocess.run(["mount", "--bind", small_disk, small_disk], check=True)
+    subprocess.run(["mount", "-o", "remount,ro,bind", small_disk], check=True)
+    time.sleep(1)
+    assert process.poll() is None
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate(timeout=60)
+    subprocess.run(["umount", small_disk], check=True)
+    assert process.returncode == 1 and "Traceback" not in err
+    assert "Read-only file system" in err and "training goes on" in err
+    assert "error on rank 0" in err
+
+
+@pytest.mark.parametrize("stream", ["stdout", "stderr"])
+def test_a_full_terminal_log(stream, tmp_path):
+    """What a job prints often goes to the disk that is full."""
+    with open("/dev/full", "w") as full:
+        argv = [sys.executable, "train_llm.py", *SMALL, "--run-dir", tmp_path, "--steps", 4]
+        streams = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL} | {stream: full}
+        assert subprocess.run([*map(str, argv)], cwd=REPO, **streams).returncode == 0
+    assert steps(tmp_path) == [1, 2, 3, 4] and status(tmp_path)["state"] == "finished"
 
 
 def test_a_read_only_run_directory(small_disk):

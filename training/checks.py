@@ -27,7 +27,7 @@ from training.command_line import parse_flags
 from training.config import Config, ConfigError, flag
 from training.run_dir import RunDir
 from training.text import local_files
-from training.wandb_run import wandb_key_configured
+from training.wandb_run import WandbRun, wandb_key_configured
 
 # Of the identity: the data are compared by content once they are open, tokenizer included, which
 # may have moved; the other is only for an export.
@@ -185,13 +185,15 @@ def launch_ids() -> list[str]:
     ]
 
 
-def _note_finished(run_dir: Path, step: int) -> None:
-    """Put right the status of a run that was killed between its last checkpoint and its end."""
-    run = RunDir(run_dir)
+def _note_finished(config: Config, step: int) -> None:
+    """Do what a run that was killed after its last checkpoint did not come to: status and wandb."""
+    run = RunDir(config.run_dir)
     if (run.read_status() or {}).get("state") in ("running", "failed"):
         # Held by another job, which still ends, or not writable: then it stays as it is.
         with contextlib.suppress(ConfigError, OSError):
             run.lock()
+            # Opening it fills in what it lacks.
+            WandbRun(run, config.run, config.model_dump(mode="json"), print).close(exit_code=0)
             run.write_status("finished", step=step)
         run.unlock()
 
@@ -226,7 +228,7 @@ def load_config(argv: list[str]) -> tuple[Config, Layout, Launch]:
         done = read_checkpoint_state(checkpoint)["step"]
         if done >= config.step.steps:
             if launch.rank == 0:
-                _note_finished(config.run_dir, done)
+                _note_finished(config, done)
                 print(
                     f"{config.run_dir} is finished: {done} of {config.step.steps} steps are done. "
                     "Raise --steps to go on, or use another --run-dir."

@@ -343,9 +343,13 @@ def train(
             heartbeat.at(step, "checkpoint")
             with meter.pause():
                 fault.check(ranks)
+                if reporter:
+                    reporter.sync()
                 checkpointer.save()
     heartbeat.at(progress.step, "last checkpoint")
     fault.check(ranks)
+    if reporter:
+        reporter.sync()
     checkpointer.finish()
     return stop
 

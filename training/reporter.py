@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TextIO
 
 from training.config import RunSection
-from training.files import append_line
+from training.files import append_line, sync
 from training.metrics import finite
 from training.run_dir import RunDir
 from training.wandb_run import WandbRun
@@ -98,6 +98,14 @@ class Reporter:
         while self._unwritten:
             append_line(*self._unwritten[0])
             del self._unwritten[0]
+
+    def sync(self) -> None:
+        """Put on the disk what has been recorded, before a checkpoint that goes as far is."""
+        with contextlib.suppress(OSError):
+            self.flush()
+            for file in (self._run_dir.metrics_jsonl, self._run_dir.eval_jsonl):
+                if file.exists():
+                    sync(file)
 
     def log(self, record: dict) -> None:
         """Record a logged step: a dict of :func:`make_record`."""

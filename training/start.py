@@ -26,6 +26,7 @@ from training.checks import check_resume, find_checkpoint, identity, launch_ids,
 from training.config import Config, ConfigError, flag, to_toml
 from training.data import TokenData, open_tokens
 from training.files import write_atomic
+from training.reporter import say
 from training.run_dir import RunDir, rank_logger
 from training.tokens import Tokenizer, load_tokenizer, prepare_tokens
 
@@ -199,17 +200,19 @@ def _start_record(layout: Layout, ranks: Ranks, hosts: list[str]) -> dict:
     }
 
 
-def open_data(
-    config: Config, tokenizer: Tokenizer, ranks: Ranks, say: Callable[[str], None]
-) -> TokenData:
+def open_data(config: Config, tokenizer: Tokenizer, ranks: Ranks) -> TokenData:
     """Tokenise once per node, or find it done, and map the tokens.
 
     Raises:
         ConfigError: for bad records, or if the nodes hold different text.
     """
 
+    def log(text: str) -> None:
+        if ranks.rank == 0:
+            say(text, sys.stdout)
+
     def prepare() -> dict:
-        folder = prepare_tokens(config.data, tokenizer, log=say)
+        folder = prepare_tokens(config.data, tokenizer, log=log)
         data = open_tokens(folder, config.step.seq_len)
         return {"folder": str(folder), "content": data.content_key}
 

@@ -1,0 +1,102 @@
+"""Who is named when the training stands still, with hearts of several ranks in one process."""
+
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch.distributed as dist
+
+from training.heartbeat import Heartbeat
+
+LIMIT = 2.0  # an interval of 0.1 seconds
+
+
+@pytest.fixture
+def store():
+    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+@pytest.fixture
+def heart(store):
+    """Make the heart of a rank among three; all are stopped in the end."""
+    made = []
+
+    def make(rank: int, limit: float = LIMIT, on_stall=lambda stall: None) -> Heartbeat:
+        ranks = SimpleNamespace(rank=rank, launch=SimpleNamespace(world_size=3), store=store)
+        made.append(Heartbeat(ranks, limit, on_stall))
+        return made[-1]
+
+    yield make
+    for heartbeat in made:
+        heartbeat.stop()
+
+
+def test_nobody_is_blamed_where_all_stand_at_one_place(heart):
+    hearts = [heart(rank) for rank in range(3)]
+    for each in hearts:
+        each.at(5, "checkpoint")
+    assert hearts[0].find_stall() is None
+
+
+def test_a_silent_rank(heart):
+    hearts = [heart(rank) for rank in range(3)]
+    for each in hearts:
+        each.at(5, "logging")
+    time.sleep(0.3)
+    hearts[2].stop()
+    time.sleep(0.3)
+    hearts[0].at(6, "evaluation")
+    found = hearts[0].find_stall()
+    assert (found.rank, found.step) == (2, 5)
+    assert "rank 2 on " in found.message and "last in step 5, logging" in found.message
+    assert "Rank 0 waits for it in step 6, evaluation" in found.message
+
+
+def test_a_rank_that_is_behind_is_blamed_by_those_ahead_alone(heart):
+    hearts = [heart(rank) for rank in range(3)]
+    for each in hearts:
+        each.at(5, "logging")
+    for each in hearts[:2]:
+        each.at(5, "evaluation")
+    time.sleep(0.3)
+    found = hearts[0].find_stall()
+    assert found.rank == 2 and "is behind; last in step 5, logging" in found.message
+    assert hearts[2].find_stall() is None
+
+
+def test_a_rank_that_never_came(heart):
+    hearts = [heart(rank) for rank in (0, 2)]
+    found = hearts[0].find_stall()
+    assert found.rank == 1 and "unknown host" in found.message
+
+
+def test_a_store_that_is_gone(heart, store):
+    """Rank 0, which holds it without torchrun, is named, and nobody waits for its answer."""
+    first = heart(1)
+
+    def gone(*_):
+        time.sleep(60)
+
+    first._store = SimpleNamespace(set=gone, check=gone, multi_get=gone)
+    started = time.monotonic()
+    found = first.find_stall()
+    assert found.rank == 0 and "does not answer" in found.message
+    assert time.monotonic() - started < 1
+
+
+def test_the_watch_ends_a_training_that_stands_still(heart):
+    """Within the limit, and not while it moves."""
+    stalls = []
+    hearts = [heart(rank, LIMIT, stalls.append) for rank in range(3)]
+    for step in range(8):
+        for each in hearts:
+            each.at(step, "logging")
+        time.sleep(0.3)
+    assert stalls == []
+    hearts[0].at(8, "evaluation")
+    hearts[1].at(8, "evaluation")
+    moved = time.monotonic()
+    while not stalls and time.monotonic() - moved < 10:
+        time.sleep(0.01)
+    assert time.monotonic() - moved < LIMIT + 0.1
+    assert {stall.rank for stall in stalls} == {2}
