@@ -51,3 +51,21 @@ def no_launcher(monkeypatch, tmp_path):
             monkeypatch.delenv(name)
     monkeypatch.setenv("NETRC", str(tmp_path / "no-netrc"))
     monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
+def fresh():
+    """Make launched processes that have built no mesh before.
+
+    DTensor remembers meshes that look equal, with the names of groups that are gone: in one process
+    another set of dims, as no real one does, must not follow.
+    """
+    groups = []
+
+    def make(world_size: int) -> Group:
+        groups.append(Group(world_size, process_group=False))
+        return groups[-1]
+
+    yield make
+    for group in groups:
+        group.close()

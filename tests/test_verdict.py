@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch.distributed.tensor import Replicate
 
+import parallel.context_parallel
 import parallel.data_parallel
 import parallel.tensor_parallel
 import training.loop
@@ -52,9 +53,9 @@ def norm_gradient_not_reduced():
 def loss_averaged_over_ranks():
     """Each dp rank divides by its own targets, and the ranks' means are averaged."""
 
-    def averaged(model, batch, target_tokens, ranks):
+    def averaged(model, batch, target_tokens, ranks, zero):
         mine = sum(int((targets != IGNORE_INDEX).sum()) for _, targets in batch)
-        return original(model, batch, mine * ranks.mesh.shape[0], ranks)
+        return original(model, batch, mine * ranks.mesh.shape[0], ranks, zero)
 
     original = training.loop.forward_backward
     return mock.patch("training.loop.forward_backward", averaged)
@@ -92,7 +93,7 @@ def key_and_value_swapped():
 
     original = models.llama.Llama.forward
 
-    def forward(self, tokens):
+    def forward(self, tokens, loss=None):
         attention = self.model.layers[1].self_attn
         rank = torch.distributed.get_rank()
         if rank % 2 == 1 and not getattr(self, "swapped", False):
@@ -104,7 +105,7 @@ def key_and_value_swapped():
             for module in (k, v):
                 hooks = module._forward_hooks
                 hooks.move_to_end(next(reversed(hooks)), last=False)
-        return original(self, tokens)
+        return original(self, tokens, loss)
 
     local = models.llama.local_weight
     return mock.patch.object(models.llama.Llama, "forward", forward)
@@ -117,6 +118,31 @@ def division_off_on_the_root_only():
         return original(model)[:1]
 
     return mock.patch("parallel.data_parallel.fsdp_units", root_only)
+
+
+def context_sum_missed():
+    """A rank keeps the gradient of its own keys and values from its own queries alone."""
+    gather = parallel.context_parallel._GatherSequence
+
+    def backward(ctx, grad):
+        chunks, at = grad.chunk(2 * ctx.args[1], dim=-2), torch.distributed.get_rank() // 2
+        return torch.cat((chunks[at], chunks[-1 - at]), dim=-2), None, None
+
+    return mock.patch.object(gather, "backward", staticmethod(backward))
+
+
+def inner_micro_batch_dropped():
+    """What replicas have reduced of earlier micro-batches is lost before the last."""
+    original = parallel.data_parallel.begin_micro_batch
+
+    def begin(model, *, zero, last):
+        for unit in parallel.data_parallel.fsdp_units(model) if last else ():
+            group = unit._get_fsdp_state()._fsdp_param_group
+            if group:
+                group._partial_reduce_output = None
+        original(model, zero=zero, last=last)
+
+    return mock.patch("training.loop.begin_micro_batch", begin)
 
 
 # name: (fault, flags of the run, is the batch masked unevenly, what the finding must hold)
@@ -153,6 +179,18 @@ FAULTS = {
         False,
         "step 1, gradients: model.embed_tokens.weight is",
     ),
+    "context": (
+        context_sum_missed,
+        ["--cp", 2],
+        False,
+        "step 1, gradients: model.embed_tokens.weight is",
+    ),
+    "replicas": (
+        inner_micro_batch_dropped,
+        ["--dp-replicate", 2, "--tp", 1, "--batch-size", 1],
+        False,
+        "step 1, gradients: model.embed_tokens.weight is",
+    ),
 }
 
 
@@ -182,9 +220,11 @@ def references(launched1, tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_planted_fault(name, references, launched4, tmp_path):
+def test_planted_fault(name, references, launched4, fresh, tmp_path):
     fault, flags, masked, expected = FAULTS[name]
-    run = record(launched4, tmp_path / "2x2", "--tp", 2, *flags, fault=fault, masked=masked)
+    flags = flags if "--tp" in flags else ["--tp", 2, *flags]
+    group = fresh(4) if {"--cp", "--dp-replicate"} & set(flags) else launched4
+    run = record(group, tmp_path / "2x2", *flags, fault=fault, masked=masked)
     (verdict,) = judge(references[masked], {"2x2": run})
     assert verdict.finding and verdict.finding.startswith(expected), verdict.finding
     assert "in the reference" in verdict.finding
@@ -198,10 +238,14 @@ def test_planted_fault(name, references, launched4, tmp_path):
         (1, True, ["--zero", 2]),
         (4, False, ["--sequence-parallel", "on", "--batch-size", 4]),
         (4, True, []),
+        (2, True, ["--cp", 2, "--sequence-parallel", "on", "--batch-size", 2]),
+        (1, False, ["--cp", 2, "--dp-replicate", 2, "--activation-checkpoint", "full"]),
+        (2, True, ["--zero", 1, "--batch-size", 2, "--activation-checkpoint", "selective"]),
     ],
 )
-def test_rounding_is_no_bug(tp, masked, flags, references, launched4, tmp_path):
-    run = record(launched4, tmp_path / "run", "--tp", tp, *flags, masked=masked)
+def test_rounding_is_no_bug(tp, masked, flags, references, launched4, fresh, tmp_path):
+    group = fresh(4) if {"--cp", "--dp-replicate"} & set(flags) else launched4
+    run = record(group, tmp_path / "run", "--tp", tp, *flags, masked=masked)
     (verdict,) = judge(references[masked], {"run": run})
     assert verdict.finding is None and verdict.deviation < 1e-12
 
