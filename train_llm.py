@@ -1,4 +1,4 @@
-"""Pretrain a Llama on a (dp, tp) mesh.
+"""Pretrain a Llama on a mesh of data-, context- and tensor-parallel ranks.
 
     torchrun --nproc-per-node 8 train_llm.py --tp 4
 

@@ -130,7 +130,7 @@ def parse_flags(argv: list[str], console: bool = True) -> Config:
             args=argv,
             default=defaults,
             prog="train_llm.py",
-            description="Pretrain a Llama on a (dp, tp) mesh. "
+            description="Pretrain a Llama on a mesh of data-, context- and tensor-parallel ranks. "
             "Defaults are those of the chosen recipe.",
             config=(tyro.conf.OmitArgPrefixes,),
             registry=_registry,
