@@ -70,14 +70,14 @@ def test_scaling_changes_the_logits(tmp_path):
     """The case above would not notice a scaling that is ignored on both sides."""
     plain = LlamaConfig(**MODEL, head_dim=32, rope_theta=10000.0)
     scaled = plain.model_copy(update={"rope_scaling": RopeScaling(**SCALING)})
-    (cos, _), (other, _) = (rope_tables(c, 256, torch.float64) for c in (plain, scaled))
+    (cos, _), (other, _) = (rope_tables(c, torch.arange(256), torch.float64) for c in (plain, scaled))
     assert (cos - other).abs().max() > 0.1
 
 
 def test_rope_tables_are_exact():
     """C21: a float32 angle at position 4095 would be off by 1e-4."""
     config = LlamaConfig(**MODEL | {"hidden_size": 512, "rope_theta": 10000.0})
-    cos, sin = rope_tables(config, 4096, torch.float32)
+    cos, sin = rope_tables(config, torch.arange(4096), torch.float32)
     for position in (0, 1, 255, 257, 4095):
         angles = [position * 10000.0 ** (-2 * i / 64) for i in range(32)]
         assert cos[position].tolist() == pytest.approx([math.cos(a) for a in angles], abs=1e-7)
@@ -95,7 +95,7 @@ def test_rope_tables_survive_meta_and_casts():
     model.to(torch.bfloat16)
     model(torch.zeros(1, 8, dtype=torch.int64))
     (cos, _) = next(iter(model.model._tables.values()))
-    assert torch.equal(cos, rope_tables(config, 8, torch.float32)[0])
+    assert torch.equal(cos, rope_tables(config, torch.arange(8), torch.float32)[0])
 
 
 @pytest.mark.parametrize("eps", [1e-5, 1e-6])
