@@ -571,8 +571,9 @@ def test_refused_before_torch(tmp_path):
     save_model(tmp_path / "hf")
     rewrite(tmp_path / "hf", model__norm__weight=None)
     env = os.environ | {"PYTHONPATH": f"{tmp_path}:{ROOT}"}
+    start = ["train_llm.py", "--run-dir", tmp_path / "run", "--init-from", tmp_path / "hf"]
     for command, said in (
-        (["train_llm.py", "--init-from", tmp_path / "hf"], "train_llm.py: error: --init-from"),
+        (start, "train_llm.py: error: --init-from"),
         (["-m", "recipes.export_hf", "nope", "out"], "export_hf: error: nope is no directory"),
         (["-m", "recipes.generate", "nope"], "generate: error: nope is no directory"),
         (["-m", "recipes.generate", "x", "--temperature", "-1"], "generate: error: argument --t"),

@@ -411,6 +411,8 @@ def test_unreachable_server_does_not_stop_training_and_no_key_is_written(run_dir
     )
     monkeypatch.setenv("WANDB_API_KEY", KEY)
     monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
+    # As after a parent process that had a run of its own, and has ended it.
+    monkeypatch.setenv("WANDB_SERVICE", "3-1-unix-/nowhere/socket")
     arguments = [sys.executable, "-c", code, str(run_dir.path), json.dumps(record())]
     done = subprocess.run(arguments, capture_output=True, text=True, timeout=40)
     said = done.stdout.splitlines()

@@ -128,6 +128,8 @@ class WandbRun:
             quiet = {"console": "off", "silent": True}
             private = {"disable_code": True, "disable_git": True, "save_code": False}
             bounded = {"init_timeout": 30, "finish_timeout": 60}
+            # The service of the process that started this one, which may be gone, is not ours.
+            os.environ.pop("WANDB_SERVICE", None)
             # create_new: never hand back a run that this process has opened before.
             settings = wandb.Settings(**quiet, **private, **bounded, reinit="create_new")
             same = {"id": self._run_dir.wandb_id(), "resume": "allow"}
