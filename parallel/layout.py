@@ -245,9 +245,10 @@ def check_tensor_parallel(
             f"even: use --seq-len {-(-seq_len // unit) * unit}"
         )
     if sequence_parallel and seq_len // layout.cp % tp:
-        unit = tp if layout.cp == 1 else math.lcm(2 * layout.cp, layout.cp * tp)
-        part = f"the {seq_len // layout.cp} tokens of --seq-len {seq_len} on a rank of --cp"
-        part = f"{part} {layout.cp}" if layout.cp > 1 else f"--seq-len {seq_len}"
+        unit, part = tp, f"--seq-len {seq_len}"
+        if layout.cp > 1:
+            unit = math.lcm(2 * layout.cp, layout.cp * tp)
+            part = f"the {seq_len // layout.cp} tokens of {part} on a rank of --cp {layout.cp}"
         raise LayoutError(
             f"--tp {tp} does not divide {part}: "
             f"use --seq-len {-(-seq_len // unit) * unit} or --sequence-parallel off"

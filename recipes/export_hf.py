@@ -33,7 +33,21 @@ POLL_S = 0.2
 
 
 class Parser(argparse.ArgumentParser):
-    """Raises :class:`ConfigError` for a bad command line."""
+    """A command about a run or a checkpoint; raises :class:`ConfigError` for a bad command line."""
+
+    def __init__(self, name: str, description: str):
+        super().__init__(
+            prog=f"python -m recipes.{name}",
+            description=description,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+        )
+        self.add_argument(
+            "path",
+            type=Path,
+            metavar="RUN_OR_CHECKPOINT",
+            help="a run directory (its newest checkpoint is taken), or a checkpoint",
+        )
 
     def error(self, message: str):
         raise ConfigError(message)
@@ -265,15 +279,8 @@ def parse_command(argv: list[str]) -> argparse.Namespace:
     Raises:
         ConfigError: in one line. SystemExit: with 0, for --help.
     """
-    parser = Parser(
-        prog="python -m recipes.export_hf",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = Parser("export_hf", __doc__)
     add = parser.add_argument
-    add("path", type=Path, metavar="RUN_OR_CHECKPOINT",
-        help="a run directory (its newest checkpoint is taken), or a checkpoint")  # fmt: skip
     add("out", type=Path, metavar="OUT_DIR", help="a directory that is new or empty")
     add("--dtype", choices=DTYPES,
         help="of the written weights (default: that of the checkpoint, float32, or float64 for a "

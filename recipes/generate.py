@@ -158,15 +158,8 @@ def parse_command(argv: list[str]) -> argparse.Namespace:
     Raises:
         ConfigError: in one line. SystemExit: with 0, for --help.
     """
-    parser = Parser(
-        prog="python -m recipes.generate",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = Parser("generate", __doc__)
     add = parser.add_argument
-    add("path", type=Path, metavar="RUN_OR_CHECKPOINT",
-        help="a run directory (its newest checkpoint is taken), or a checkpoint")  # fmt: skip
     add("--prompt", default="", metavar="TEXT",
         help="how the text starts (default: nothing)")  # fmt: skip
     add("--max-new-tokens", type=_positive, default=64, metavar="N",

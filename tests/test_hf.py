@@ -32,7 +32,7 @@ from recipes.generate import generate
 from tests.launch import rows, train
 from tests.ranks import Group, free_port
 from tests.test_reference import SCALING
-from tests.toy import full, make_model, make_ranks
+from tests.toy import draw_weights, full, make_model, make_ranks
 from training.checks import check
 from training.command_line import parse_flags
 from training.config import ConfigError
@@ -84,12 +84,7 @@ def save_model(folder: Path, variant: str = "untied", max_shard_size: str = "5GB
     fields = json.loads(json.dumps(DIMS | VARIANTS[variant] | fields))
     dtype = getattr(torch, fields.pop("dtype", "float32"))
     model = LlamaForCausalLM(HFConfig(**fields))
-    with torch.no_grad():
-        for name, p in model.named_parameters():
-            if p.ndim == 1:
-                p.uniform_(0.5, 1.5)
-            else:
-                p.normal_(std=0.3 if "proj" in name else 1.0)
+    draw_weights(model)
     model.to(dtype).save_pretrained(folder, max_shard_size=max_shard_size)
     save_tokenizer(folder)
     return dict(model.named_parameters())

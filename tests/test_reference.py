@@ -13,7 +13,7 @@ from transformers import LlamaForCausalLM
 from models.config import LlamaConfig, RopeScaling, read_hf_config
 from models.initialization import init_weights
 from models.llama import Llama, RMSNorm, rope_tables
-from tests.toy import MODEL, global_batch, train_toy
+from tests.toy import MODEL, draw_weights, global_batch, train_toy
 
 SCALING = {
     "rope_type": "llama3",
@@ -41,12 +41,7 @@ def hf_model(tmp_path, **fields) -> tuple[LlamaForCausalLM, LlamaConfig]:
     known = copy.deepcopy(MODEL | {"rope_theta": 500000.0} | fields)
     config = HFConfig(**known, max_position_embeddings=512)
     model = LlamaForCausalLM(config)
-    with torch.no_grad():
-        for name, p in model.named_parameters():
-            if p.ndim == 1:
-                p.uniform_(0.5, 1.5)
-            else:
-                p.normal_(std=0.3 if "proj" in name else 1.0)
+    draw_weights(model)
     config.save_pretrained(tmp_path)
     return model, LlamaConfig(**read_hf_config(tmp_path))
 

@@ -305,6 +305,12 @@ def train(
         batches.fetch()
         heartbeat.at(step, "gradient norm and update")
 
+    def save(write: Callable[[], None]) -> None:
+        fault.check(ranks)
+        if reporter:
+            reporter.sync()
+        write()
+
     meter.restart()
     for step in range(progress.step + 1, last + 1):
         heartbeat.at(step, "agreeing on the batch")
@@ -342,15 +348,9 @@ def train(
         if _due(step, run.checkpoint_every) and step < last:
             heartbeat.at(step, "checkpoint")
             with meter.pause():
-                fault.check(ranks)
-                if reporter:
-                    reporter.sync()
-                checkpointer.save()
+                save(checkpointer.save)
     heartbeat.at(progress.step, "last checkpoint")
-    fault.check(ranks)
-    if reporter:
-        reporter.sync()
-    checkpointer.finish()
+    save(checkpointer.finish)
     return stop
 
 
