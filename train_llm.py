@@ -1,4 +1,4 @@
-"""Pretrain a Llama on a mesh of data-, context- and tensor-parallel ranks.
+"""Pretrain a Llama on a mesh of pipeline-, data-, context- and tensor-parallel ranks.
 
     torchrun --nproc-per-node 8 train_llm.py --tp 4
 
@@ -51,7 +51,9 @@ def main() -> None:
         with torch.device("meta"):
             model = Llama(config.model).to(start.parameter_dtype(config))
         options = start.parallel_options(config, ranks) | config.memory.model_dump()
-        parallelize(model, ranks.mesh, zero=layout.zero, **options)
+        stages = start.rank_stages(config, layout, ranks)
+        parts = parallelize(model, ranks.mesh, zero=layout.zero, stages=stages, **options)
+        pipeline = start.make_pipeline(config, parts, stages, layout, ranks)
         model.to_empty(device=ranks.device)
         if not checkpoint and config.init_from:
             load_weights(config.init_from, model)
@@ -64,7 +66,7 @@ def main() -> None:
         fingerprints = None
         if config.run.fingerprint_steps:
             fingerprints = Fingerprints(
-                model, optimizer, layout, ranks, run.fingerprints_jsonl,
+                model, parts, optimizer, layout, ranks, run.fingerprints_jsonl,
                 config.run.fingerprint_steps,
             )  # fmt: skip
 
@@ -76,7 +78,7 @@ def main() -> None:
             report=ending.report_save(run, ranks, reporter),
         ) as checkpointer:  # fmt: skip
             stopped = train(
-                model, optimizer, data, progress, config, layout, ranks,
+                model, pipeline, optimizer, data, progress, config, layout, ranks,
                 reporter=reporter, meter=meter, fingerprints=fingerprints,
                 checkpointer=checkpointer, heartbeat=heartbeat, stop_requested=stop_requested,
             )  # fmt: skip

@@ -208,27 +208,35 @@ class Block(nn.Module):
 class Decoder(nn.Module):
     """Everything below the output head.
 
+    A pipeline stage has some of the blocks; embedding and norm are None where they are elsewhere.
+
     Attributes:
         positions: global positions of as many tokens of a sequence as a rank holds.
+        sequence_shards: ranks over which tensor parallelism cuts the residual stream along S.
     """
 
     positions = staticmethod(torch.arange)
+    sequence_shards = 1
 
     def __init__(self, config: LlamaConfig):
         super().__init__()
         self.config = config
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(Block(config) for _ in range(config.num_hidden_layers))
+        # By number, so that a part of the model keeps the names of the whole.
+        self.layers = nn.ModuleDict(
+            {str(i): Block(config) for i in range(config.num_hidden_layers)}
+        )
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self._tables = {}
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        """[B, S] -> [B, S, D]."""
-        x = self.embed_tokens(tokens)
-        cos, sin = self._rope_tables(tokens.shape[1], x)
-        for block in self.layers:
+    def forward(self, x: Tensor) -> Tensor:
+        """Token ids [B, S], or the hidden states that another stage has reached -> [B, S, D]."""
+        if self.embed_tokens is not None:
+            x = self.embed_tokens(x)
+        cos, sin = self._rope_tables(x.shape[1] * self.sequence_shards, x)
+        for block in self.layers.values():
             x = block(x, cos, sin)
-        return self.norm(x)
+        return x if self.norm is None else self.norm(x)
 
     def _rope_tables(self, seq_len: int, like: Tensor) -> tuple[Tensor, Tensor]:
         # Not buffers: to_empty() would leave them uninitialised, and a cast would round them.
@@ -241,7 +249,7 @@ class Decoder(nn.Module):
 
 
 class Llama(nn.Module):
-    """Llama 3 language model. ``config.vocab_size`` must be set."""
+    """Llama 3 language model, or a pipeline stage of one. ``config.vocab_size`` must be set."""
 
     def __init__(self, config: LlamaConfig):
         super().__init__()
@@ -264,6 +272,8 @@ class Llama(nn.Module):
         """Token ids [B, S] -> logits [B, S, local V].
 
         With ``loss`` the logits are left to it: it is given the last hidden states [B, S, D] and
-        the local weight of the head [local V, D], and its result is returned.
+        the local weight of the head [local V, D], and its result is returned. A pipeline stage
+        takes and returns hidden states at the ends that are on other stages.
         """
-        return self.lm_head(self.model(tokens), loss)
+        x = self.model(tokens)
+        return x if self.lm_head is None else self.lm_head(x, loss)

@@ -50,5 +50,5 @@ def apply_activation_checkpoint(model: Llama, mode: str) -> None:
         recompute = partial(
             recompute, context_fn=partial(create_selective_checkpoint_contexts, _policy)
         )
-    for block in model.model.layers:
+    for block in model.model.layers.values():
         block.recompute = recompute

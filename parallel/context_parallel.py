@@ -85,6 +85,6 @@ def apply_context_parallel(model: Llama, mesh: DeviceMesh) -> None:
     """Make ``model`` take :func:`local_tokens` of its inputs over the 1-D ``mesh``."""
     at = {"cp": mesh.size(), "cp_rank": mesh.get_local_rank()}
     model.model.positions = functools.partial(local_positions, **at)
-    for block in model.model.layers:
+    for block in model.model.layers.values():
         attend = functools.partial(_attend, **at, group=mesh.get_group().group_name)
         block.self_attn.attend = attend

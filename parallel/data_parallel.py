@@ -17,8 +17,8 @@ def apply_fsdp(model: Llama, mesh: DeviceMesh, *, zero: int, dtype: torch.dtype)
 
     Args:
         mesh: of the dim dp, or of dp_replicate and dp: shards are equal over the first.
-        zero: 3 frees the gathered parameters after the forward, less keeps them until the
-            backward. The rest of its meaning is in :func:`begin_micro_batch`.
+        zero: 3 frees the gathered parameters after the forward, less keeps those that the backward
+            reads until then. The rest of its meaning is in :func:`begin_micro_batch`.
         dtype: compute dtype; gradients are reduced in float32, or in float64 with float64.
     """
     low_precision = dtype if dtype == torch.bfloat16 else None
@@ -41,14 +41,17 @@ def apply_fsdp(model: Llama, mesh: DeviceMesh, *, zero: int, dtype: torch.dtype)
             shard_placement_fn=placement,
         )
 
-    for block in model.model.layers:
+    for block in model.model.layers.values():
         shard(block, zero == 3)
+    embedding, norm, head = model.model.embed_tokens, model.model.norm, model.lm_head
     if not model.config.tie_word_embeddings:
-        shard(model.model.embed_tokens, zero == 3)
-        # The backward of a lookup does not read the table.
-        model.model.embed_tokens.set_unshard_in_backward(False)
-        # The backward starts with these two, so freeing them would only gather them again.
-        shard([model.model.norm, model.lm_head], False)
+        if embedding is not None:
+            # The backward of a lookup does not read the table.
+            shard(embedding, zero >= 2)
+            embedding.set_unshard_in_backward(False)
+        if head is not None:
+            # The backward starts with these two, so freeing them would only gather them again.
+            shard([norm, head], False)
     shard(model, False)
 
     for unit in fsdp_units(model):
@@ -76,7 +79,7 @@ def set_prefetch(model: Llama, count: int) -> None:
     Without this call FSDP2 gathers those of one block ahead in the backward, and none in the
     forward before the host has queued the block before.
     """
-    blocks = list(model.model.layers)
+    blocks = list(model.model.layers.values())
     for i, block in enumerate(blocks):
         block.set_modules_to_forward_prefetch(blocks[i + 1 : i + 1 + count])
         block.set_modules_to_backward_prefetch(blocks[max(0, i - count) : i][::-1])

@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass
 
 from models.config import LlamaConfig
+from parallel.stages import SCHEDULES, Stage, make_stages, micro_batches_needed
 
 
 class LayoutError(ValueError):
@@ -81,6 +82,8 @@ class Layout:
         dp_replicate: groups of dp ranks that hold the same shards, outermost in the mesh.
         cp: ranks among which every sequence is cut.
         zero: what the dp ranks share out (see ``--zero``).
+        pp: pipeline-parallel ranks, outermost in the mesh.
+        pp_schedule: a key of :data:`parallel.stages.SCHEDULES`.
     """
 
     dp: int
@@ -90,11 +93,13 @@ class Layout:
     dp_replicate: int = 1
     cp: int = 1
     zero: int = 3
+    pp: int = 1
+    pp_schedule: str = "1f1b"
 
     @property
     def world_size(self) -> int:
         """Number of processes."""
-        return self.data_ranks * self.cp * self.tp
+        return self.pp * self.data_ranks * self.cp * self.tp
 
     @property
     def data_ranks(self) -> int:
@@ -106,7 +111,9 @@ class Layout:
         """Names and sizes of the mesh, outermost first; only dp and tp exist with a size of 1."""
         # ZeRO-0 shares out nothing: every dp rank is a replica.
         replicate, shard = (self.dp, 1) if self.zero == 0 else (self.dp_replicate, self.dp)
-        dims = {"dp_replicate": replicate, "dp": shard, "cp": self.cp, "tp": self.tp}
+        dims = {
+            "pp": self.pp, "dp_replicate": replicate, "dp": shard, "cp": self.cp, "tp": self.tp
+        }  # fmt: skip
         return {name: size for name, size in dims.items() if size > 1 or name in ("dp", "tp")}
 
     @property
@@ -116,39 +123,80 @@ class Layout:
 
     @property
     def name(self) -> str:
-        """The layout as ``dp x tp``, for example ``2x4``; with more dims ``rep2-dp2-cp2-tp1``."""
-        if self.dp_replicate == self.cp == 1:
+        """The layout as ``dp x tp``, for example ``2x4``; with more dims ``pp2-dp2-cp2-tp1``."""
+        if self.pp == self.dp_replicate == self.cp == 1:
             return f"{self.dp}x{self.tp}"
+        stages = f"pp{self.pp}-" if self.pp > 1 else ""
         replicas = f"rep{self.dp_replicate}-" if self.dp_replicate > 1 else ""
         context = f"cp{self.cp}-" if self.cp > 1 else ""
-        return f"{replicas}dp{self.dp}-{context}tp{self.tp}"
+        return f"{stages}{replicas}dp{self.dp}-{context}tp{self.tp}"
+
+    def stages(self, model: LlamaConfig, seq_len: int) -> list[Stage]:
+        """All pipeline stages in order; none without a pipeline."""
+        return make_stages(model, self.pp_schedule, self.pp, seq_len) if self.pp > 1 else []
+
+    @property
+    def data_pp_ranks(self) -> tuple[int, ...]:
+        """Coordinates in pp of the ranks that read data: of the first stage, then the last."""
+        v_shaped = SCHEDULES[self.pp_schedule].v_shaped
+        return (0,) if self.pp == 1 or v_shaped else (0, self.pp - 1)
 
 
 def parse_layout(name: str) -> dict[str, int]:
-    """The sizes in a layout name, as :attr:`Layout.name` writes it: 2x4, or rep2-dp2-cp2-tp1.
+    """The sizes in a layout name, as :attr:`Layout.name` writes it: 2x4, or pp2-dp2-cp2-tp1.
 
     Returns:
-        "dp_replicate", "dp", "cp" and "tp".
+        "pp", "dp_replicate", "dp", "cp" and "tp".
 
     Raises:
         LayoutError: if it is none.
     """
     size = r"([1-9]\d{0,6})"
     short = re.fullmatch(f"{size}x{size}", name)
-    long = re.fullmatch(f"(?:rep{size}-)?dp{size}-(?:cp{size}-)?tp{size}", name)
+    long = re.fullmatch(f"(?:pp{size}-)?(?:rep{size}-)?dp{size}-(?:cp{size}-)?tp{size}", name)
     if not short and not long:
         raise LayoutError(
-            f"layout {name!r} is not dp x tp: write two sizes, as in 2x4, or rep2-dp2-cp2-tp1"
+            f"layout {name!r} is not dp x tp: write two sizes, as in 2x4, or pp2-rep2-dp2-cp2-tp1"
         )
-    replicate, dp, cp, tp = long.groups() if long else (None, short[1], None, short[2])
-    return {
-        "dp_replicate": int(replicate or 1), "dp": int(dp), "cp": int(cp or 1), "tp": int(tp)
-    }  # fmt: skip
+    found = long.groups() if long else (None, None, short[1], None, short[2])
+    names = ("pp", "dp_replicate", "dp", "cp", "tp")
+    return {name: int(size or 1) for name, size in zip(names, found, strict=True)}
 
 
 def _divisors(n: int) -> str:
     found = [str(d) for d in range(1, n + 1) if n % d == 0]
     return ", ".join(found[:-1]) + (" or " if len(found) > 1 else "") + found[-1]
+
+
+def _fill_pipeline(
+    share: int, batch_size: int | None, pp: int, schedule: str, global_batch_size: int
+) -> int:
+    """The micro-batch of a pipeline, in sequences: by default the largest that leaves at least
+    2 pp micro-batches, or else the smallest.
+
+    Raises:
+        LayoutError: if the schedule needs other micro-batches than the ``share`` of a rank gives.
+    """
+    sizes = [b for b in range(1, share + 1) if share % b == 0]
+    fits = [b for b in sizes if not micro_batches_needed(schedule, pp, share // b)]
+    needed = micro_batches_needed(schedule, pp, share // (batch_size or 1))
+    if batch_size in fits or (batch_size is None and fits):
+        full = [b for b in fits if share // b >= 2 * pp]
+        return batch_size or (max(full) if full else min(fits))
+    of = f"--pp {pp} with --pp-schedule {schedule} needs {needed}"
+    if fits:
+        raise LayoutError(
+            f"{of}, and --batch-size {batch_size} leaves {share // batch_size} of the {share} "
+            f"sequences of a data-parallel rank: use --batch-size {max(fits)}"
+        )
+    ranks, least = global_batch_size // share, share
+    while micro_batches_needed(schedule, pp, least):
+        least += 1
+    raise LayoutError(
+        f"{of}, and a data-parallel rank has {share} sequences (--global-batch-size "
+        f"{global_batch_size} / dp {ranks}): use --global-batch-size {ranks * least}, "
+        "or a smaller --pp"
+    )
 
 
 def make_layout(
@@ -160,11 +208,13 @@ def make_layout(
     dp_replicate: int = 1,
     cp: int = 1,
     zero: int = 3,
+    pp: int = 1,
+    pp_schedule: str = "1f1b",
 ) -> Layout:
     """Arrange ``world_size`` ranks and cut the global batch.
 
     ``batch_size`` is in sequences per data-parallel rank per micro-batch; None takes its whole
-    share in one micro-batch.
+    share in one micro-batch, or fills the pipeline.
 
     Raises:
         LayoutError: if the sizes do not divide.
@@ -179,11 +229,17 @@ def make_layout(
             f"--cp {cp} does not divide the {world_size // tp} ranks that {world_size} processes "
             f"leave with --tp {tp}: use --cp {_divisors(world_size // tp)}"
         )
-    ranks = world_size // tp // cp
+    if world_size // tp // cp % pp:
+        left = world_size // tp // cp
+        raise LayoutError(
+            f"--pp {pp} does not divide the {left} ranks that {world_size} processes leave with "
+            f"--cp {cp} and --tp {tp}: use --pp {_divisors(left)}"
+        )
+    ranks = world_size // tp // cp // pp
     if ranks % dp_replicate:
         raise LayoutError(
             f"--dp-replicate {dp_replicate} does not divide the {ranks} data-parallel ranks "
-            f"({world_size} processes / --cp {cp} / --tp {tp}): "
+            f"({world_size} processes / --pp {pp} / --cp {cp} / --tp {tp}): "
             f"use --dp-replicate {_divisors(ranks)}"
         )
     if zero == 0 and dp_replicate > 1:
@@ -197,13 +253,15 @@ def make_layout(
             f"data-parallel ranks: use {-(-global_batch_size // ranks) * ranks}, or another --tp"
         )
     share = global_batch_size // ranks
-    batch_size = batch_size or share
-    if share % batch_size:
+    if share % (batch_size or 1):
         raise LayoutError(
             f"--batch-size {batch_size} does not divide the {share} sequences of a "
             f"data-parallel rank (--global-batch-size {global_batch_size} / dp {ranks}): "
             f"use --batch-size {_divisors(share)}"
         )
+    if pp > 1:
+        batch_size = _fill_pipeline(share, batch_size, pp, pp_schedule, global_batch_size)
+    batch_size = batch_size or share
     return Layout(
         dp=ranks // dp_replicate,
         tp=tp,
@@ -212,7 +270,43 @@ def make_layout(
         dp_replicate=dp_replicate,
         cp=cp,
         zero=zero,
+        pp=pp,
+        pp_schedule=pp_schedule,
     )
+
+
+def check_pipeline(model: LlamaConfig, layout: Layout, activation_checkpoint: str) -> None:
+    """Check that the model can be cut into stages, and that the schedule can run them.
+
+    Raises:
+        LayoutError: naming the first flag that does not fit.
+    """
+    if layout.pp == 1:
+        return
+    schedule, name = SCHEDULES[layout.pp_schedule], layout.pp_schedule
+    stages = layout.pp * schedule.stages_per_rank
+    if model.tie_word_embeddings:
+        raise LayoutError(
+            f"--pp {layout.pp} puts embedding and head on other ranks, and --tie-word-embeddings "
+            "makes them one: use --no-tie-word-embeddings or --pp 1"
+        )
+    if model.num_hidden_layers < stages:
+        raise LayoutError(
+            f"--pp {layout.pp} with --pp-schedule {name} has {stages} stages, and "
+            f"--num-hidden-layers {model.num_hidden_layers} fills only as many: use a smaller --pp"
+            + (" or --pp-schedule 1f1b" if schedule.stages_per_rank > 1 else "")
+        )
+    if schedule.splits_backward and layout.zero >= 2:
+        raise LayoutError(
+            f"--pp-schedule {name} has no gradients of weights to reduce until the end of a step, "
+            f"and --zero {layout.zero} reduces them every micro-batch: use --zero 1"
+        )
+    if schedule.splits_backward and activation_checkpoint != "none":
+        raise LayoutError(
+            f"--pp-schedule {name} runs a backward in two parts, and --activation-checkpoint "
+            f"{activation_checkpoint} computes a block again in one: use "
+            "--activation-checkpoint none or --pp-schedule 1f1b"
+        )
 
 
 def check_tensor_parallel(

@@ -51,10 +51,23 @@ class Ranks:
         replica = at[names.index("dp_replicate")] if "dp_replicate" in names else 0
         return replica * self.mesh.shape[dp] + at[dp]
 
+    def _size(self, dim: str) -> int:
+        return dict(zip(self.mesh.mesh_dim_names, self.mesh.shape, strict=True)).get(dim, 1)
+
+    @property
+    def pp(self) -> int:
+        """Size of the pp dim."""
+        return self._size("pp")
+
+    @cached_property
+    def pp_rank(self) -> int:
+        """Coordinate in the pp dim: which stages this rank holds."""
+        return self.mesh.get_local_rank("pp") if "pp" in self.mesh.mesh_dim_names else 0
+
     @property
     def cp(self) -> int:
         """Size of the cp dim."""
-        return dict(zip(self.mesh.mesh_dim_names, self.mesh.shape, strict=True)).get("cp", 1)
+        return self._size("cp")
 
     @cached_property
     def cp_rank(self) -> int:

@@ -1,5 +1,7 @@
 """What a layout holds and sends: placements and bytes of every parameter, collectives per step."""
 
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -9,6 +11,7 @@ from torch.distributed.tensor.placement_types import Placement
 from models.config import LlamaConfig
 from models.llama import Llama
 from parallel.layout import Layout
+from parallel.stages import Stage, bubble_fraction
 
 
 @dataclass(frozen=True)
@@ -27,11 +30,12 @@ class Collective:
     """One kind of collective of one unit.
 
     Attributes:
-        unit: the block, or another part of the model, that it belongs to; a block stands for all L.
+        unit: the block, or another part of the model, that it belongs to; a block stands for all
+            that the rank has.
         dim: mesh dim it runs over.
-        kind: all_gather, reduce_scatter or all_reduce.
+        kind: all_gather, reduce_scatter, all_reduce, or send and recv.
         why: what is sent.
-        count: per optimizer step and unit, on every rank.
+        count: per optimizer step and unit, on every rank that has the unit.
         bytes: size of the whole tensor (the gathered one; the one before the scatter).
     """
 
@@ -70,11 +74,14 @@ def collectives(
     model: LlamaConfig,
     layout: Layout,
     *,
+    stages: Sequence[Stage] = (),
     seq_len: int,
     sequence_parallel: bool,
     dtype: torch.dtype,
 ) -> list[Collective]:
     """The collectives of one optimizer step, as :func:`parallel.parallelize` arranges them.
+
+    With ``stages``, those of a rank that holds these stages of a pipeline.
 
     Left out: one all-reduce of two numbers over all ranks (loss and gradient norm), and one of a
     small CPU vector (target tokens, stop requested).
@@ -110,7 +117,29 @@ def collectives(
         if replicas > 1:
             part = numel // dp * reduced
             add(unit, "dp_replicate", "all_reduce", "gradients of a shard", 1, part, 1)
-    return found
+    if not stages:
+        return found
+    shards = layout.tp if sequence_parallel else 1
+    _pipeline(stages, lambda kind, why: add("stage", "pp", kind, why, 1, stream // shards))
+    elsewhere = set()
+    if not any(stage.first for stage in stages):
+        elsewhere |= {"embedding"}
+    if not any(stage.last for stage in stages):
+        elsewhere |= {"head", "loss"}
+    return [row for row in found if row.unit not in elsewhere]
+
+
+def _pipeline(stages: Sequence[Stage], add: Callable[[str, str], None]) -> None:
+    """What crosses the ends of the stages of a rank, once a micro-batch."""
+    here = {stage.index for stage in stages}
+    for stage in stages:
+        # Neighbours on one rank, as in the middle of a V, hand over in memory.
+        if not stage.first and stage.index - 1 not in here:
+            add("recv", f"hidden states from stage {stage.index - 1}")
+            add("send", f"their gradients to stage {stage.index - 1}")
+        if not stage.last and stage.index + 1 not in here:
+            add("send", f"hidden states to stage {stage.index + 1}")
+            add("recv", f"their gradients from stage {stage.index + 1}")
 
 
 def _tensor_parallel(model, layout, stream, grad, sequence_parallel, times, add) -> None:
@@ -160,12 +189,45 @@ def _fsdp_units(model: LlamaConfig, layout: Layout) -> list[tuple[str, int, int]
     return [("block", block, again), ("embedding", table, 1), ("head", table + padded(d), 1)]
 
 
+def describe_pipeline(layout: Layout) -> str:
+    """Schedule, micro-batches and bubble in a line."""
+    m = layout.micro_batches
+    bubble = bubble_fraction(layout.pp_schedule, layout.pp, m)
+    return (
+        f"pipeline {layout.pp_schedule}: {m} micro-batches, {bubble:.1%} of a step is bubble "
+        "(if a backward takes twice a forward, and stages are equal)"
+    )
+
+
+def _stage_lines(model: LlamaConfig, layout: Layout, seq_len: int) -> list[str]:
+    table = [("stage", "pp rank", "holds", "parameters")]
+    numel = {name: math.prod(shape) for name, shape in model.parameter_shapes.items()}
+    for stage in layout.stages(model, seq_len):
+        holds = f"blocks {stage.blocks.start} to {stage.blocks.stop - 1}"
+        parts = [f"model.layers.{i}." for i in stage.blocks]
+        if stage.first:
+            holds, parts = f"embedding, {holds}", [*parts, "model.embed_tokens."]
+        if stage.last:
+            holds, parts = f"{holds}, norm, head", [*parts, "model.norm.", "lm_head."]
+        size = sum(n for name, n in numel.items() if name.startswith(tuple(parts)))
+        table.append((stage.index, stage.pp_rank, holds, f"{size:,}"))
+    return [describe_pipeline(layout), "", *_columns(table), ""]
+
+
 def format_plan(
-    rows: list[ParameterRow], sent: list[Collective], model: LlamaConfig, layout: Layout
+    rows: list[ParameterRow],
+    sent: list[Collective],
+    model: LlamaConfig,
+    layout: Layout,
+    seq_len: int,
 ) -> str:
-    """Both tables as text; S(d) is a shard of dim d, R a replica."""
+    """The tables as text; S(d) is a shard of dim d, R a replica."""
     lines = [f"layout {layout.name}, rank 0 of {layout.world_size}", ""]
-    dims = " ".join(d for d in layout.mesh_dims if d != "cp" and (d != "tp" or layout.tp > 1))
+    if layout.pp > 1:
+        lines += _stage_lines(model, layout, seq_len)
+    # Neither cuts a parameter: pp shares them out whole, and cp counts as dp.
+    hidden = {"cp", "pp"} | ({"tp"} if layout.tp == 1 else set())
+    dims = " ".join(d for d in layout.mesh_dims if d not in hidden)
     dims = dims.replace(" dp", " dp x cp") if layout.cp > 1 else dims
     table = [("parameter", "global shape", dims, "local shape", "bytes")]
     table += [(r.name, r.shape, r.placements, r.local_shape, f"{r.bytes:,}") for r in rows]
@@ -173,8 +235,9 @@ def format_plan(
     total = sum(row.bytes for row in rows)
     lines += ["", f"total {total:,} bytes of {model.num_parameters:,} parameters on this rank", ""]
     table = [("unit", "dim", "collective", "per step", "bytes each", "what")]
+    blocks = sum(".input_layernorm." in row.name for row in rows)
     for c in sent:
-        unit = f"block (each of {model.num_hidden_layers})" if c.unit == "block" else c.unit
+        unit = f"block (each of {blocks})" if c.unit == "block" else c.unit
         table.append((unit, c.dim, c.kind, c.count, f"{c.bytes:,}", c.why))
     lines += _columns(table) if sent else ["no collectives within the step"]
     return "\n".join(lines)

@@ -232,5 +232,12 @@ def apply_tensor_parallel(model: Llama, mesh: DeviceMesh, sequence_parallel: boo
     Args:
         sequence_parallel: cut the residual stream along the sequence between regions.
     """
-    parallelize_module(model, mesh, tensor_parallel_plan(model.config, sequence_parallel))
+    plan = tensor_parallel_plan(model.config, sequence_parallel)
+    if model.lm_head is None:
+        del plan["model.norm"], plan["lm_head"]
+    if model.model.embed_tokens is None:
+        del plan["model.embed_tokens"]
+    parallelize_module(model, mesh, plan)
     model.tie_weights()
+    if sequence_parallel:
+        model.model.sequence_shards = mesh.size()

@@ -77,6 +77,8 @@ def read_run(path: Path, label: str | None = None) -> Run:
         sizes = parse_layout(start["layout"])
         layout = make_layout(
             world_size=math.prod(sizes.values()),
+            pp=sizes["pp"],
+            pp_schedule=config.layout.pp_schedule,
             tp=sizes["tp"],
             cp=sizes["cp"],
             dp_replicate=sizes["dp_replicate"],
@@ -104,7 +106,10 @@ def deviations(run: list[dict], reference: list[dict], quantity: str) -> tuple[l
 
 
 def bytes_per_step(run: Run) -> int:
-    """Bytes of all tensors that a rank communicates in an optimizer step, each counted whole."""
+    """Bytes of all tensors that a rank communicates in an optimizer step, each counted whole.
+
+    In a pipeline, those of the rank with most.
+    """
     import torch
 
     from parallel.plan import collectives
@@ -112,10 +117,15 @@ def bytes_per_step(run: Run) -> int:
 
     device = torch.device("cpu" if run.start.get("device", "cpu") == "cpu" else "cuda")
     options = parallel_options(run.config, SimpleNamespace(tp=run.layout.tp, device=device))
-    model = run.config.model
-    sent = collectives(model, run.layout, seq_len=run.config.step.seq_len, **options)
-    blocks = model.num_hidden_layers
-    return sum(c.count * c.bytes * (blocks if c.unit == "block" else 1) for c in sent)
+    model, seq_len = run.config.model, run.config.step.seq_len
+    stages, totals = run.layout.stages(model, seq_len), []
+    for pp_rank in range(run.layout.pp):
+        mine = [stage for stage in stages if stage.pp_rank == pp_rank]
+        blocks = sum(len(stage.blocks) for stage in mine) or model.num_hidden_layers
+        sent = collectives(model, run.layout, stages=mine, seq_len=seq_len, **options)
+        counts = (c.count * (blocks if c.unit == "block" else 1) for c in sent)
+        totals.append(sum(n * c.bytes for n, c in zip(counts, sent, strict=True)))
+    return max(totals)
 
 
 def _describe(run: Run, reference: Run | None) -> dict:

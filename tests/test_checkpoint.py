@@ -60,12 +60,12 @@ def resaved(argv: list[str], port: int, folder: Path):
     """Run train_llm.main(), which writes what it has loaded to ``folder`` before it trains."""
     import training.loop
 
-    def save_first(model, optimizer, data, progress, config, layout, ranks, **more):
+    def save_first(model, pipeline, optimizer, data, progress, config, layout, ranks, **more):
         with Checkpointer(
             folder, model, optimizer, progress, ranks, config.run, identity={}
         ) as checkpointer:
             checkpointer.finish()
-        return real(model, optimizer, data, progress, config, layout, ranks, **more)
+        return real(model, pipeline, optimizer, data, progress, config, layout, ranks, **more)
 
     real = training.loop.train
     with mock.patch("training.loop.train", save_first):
@@ -92,7 +92,7 @@ def launched3():
     group.close()
 
 
-LAYOUTS = ["4x2", "8x1", "1x8", "1x1", "3x1", "2x4", "rep2-dp2-tp2", "dp2-cp2-tp1"]
+LAYOUTS = ["4x2", "8x1", "1x8", "1x1", "3x1", "2x4", "rep2-dp2-tp2", "dp2-cp2-tp1", "pp2-dp1-tp2"]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -101,13 +101,13 @@ def test_a_checkpoint_is_the_same_on_every_layout(layout, saved_2x4, fresh, requ
     sizes = parse_layout(layout)
     tp, replicas = sizes["tp"], sizes["dp_replicate"]
     world_size = math.prod(sizes.values())
-    if layout[0] in "rd":
+    if layout[0] in "prd":
         group = fresh(world_size)
     else:
         group = request.getfixturevalue(f"launched{world_size}")
     shutil.copytree(saved_2x4 / "half", tmp_path / "run")
     argv = [*SMALL, "--run-dir", tmp_path / "run", "--num-attention-heads", 8, "--tp", tp]
-    argv += ["--dp-replicate", replicas, "--cp", sizes["cp"]]
+    argv += ["--dp-replicate", replicas, "--cp", sizes["cp"], "--pp", sizes["pp"]]
     argv = [str(x) for x in [*argv, *BATCH24, "--steps", 5]]
     results = group.run(resaved, argv, free_port(), tmp_path / "again")
     assert {code for code, _ in results} == {0}

@@ -668,7 +668,11 @@ def held_out(sequences, dp, **sizes):
     sizes = {"global_batch_size": 2 * dp, "batch_size": 1, **sizes}
     counts, targets = [], []
     for rank in range(dp):
-        batches = list(eval_batches(sequences, dp_rank=rank, dp=dp, **sizes))
+        batches = [
+            pair
+            for batch in eval_batches(sequences, dp_rank=rank, dp=dp, **sizes)
+            for pair in batch
+        ]
         counts.append(len(batches))
         targets.append([t for b in batches for t in b[1].flatten().tolist() if t != IGNORE_INDEX])
     return counts, targets

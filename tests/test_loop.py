@@ -44,7 +44,7 @@ def step_with_nan(bad_rank: int | None, what: str, name: str) -> tuple[bool, str
     for step in (1, 2, 3):
         hook = contextlib.nullcontext()
         if step == 2 and ranks.dp_rank == bad_rank:
-            norm = model.model.layers[1].post_attention_layernorm
+            norm = model.model.layers["1"].post_attention_layernorm
             if what == "loss":
                 hook = norm.register_forward_hook(spoil)
             else:

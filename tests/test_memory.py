@@ -121,13 +121,13 @@ def kept_by_the_forward(memory: dict) -> int:
     batch_loss(model, *batch, ranks).backward()  # what is made once is made here
     kept = []
     model.lm_head.register_forward_pre_hook(lambda *_: kept.append(live.now))
-    model.model.layers[0].register_forward_pre_hook(lambda *_: kept.append(live.now))
+    model.model.layers["0"].register_forward_pre_hook(lambda *_: kept.append(live.now))
     with LiveBytes() as live:
         loss = batch_loss(model, *batch, ranks)
     loss.backward()
     # The parameters of the first block have been gathered before the first count.
     gathered = sum(
-        p.numel() * 4 for block in list(model.model.layers)[1:] for p in block.parameters()
+        p.numel() * 4 for block in list(model.model.layers.values())[1:] for p in block.parameters()
     )
     return kept[-1] - kept[0] - gathered
 

@@ -250,7 +250,7 @@ def test_initial_standard_deviations():
     std = (2 / (5 * 256)) ** 0.5
     assert model.model.embed_tokens.weight.std().item() == pytest.approx(std, rel=0.02)
     assert model.lm_head.weight.std().item() == pytest.approx(std, rel=0.02)
-    for block in model.model.layers:
+    for block in model.model.layers.values():
         assert block.self_attn.q_proj.weight.std().item() == pytest.approx(std, rel=0.02)
         assert block.mlp.down_proj.weight.std().item() == pytest.approx(std / 2, rel=0.02)
         assert block.input_layernorm.weight.eq(1).all()

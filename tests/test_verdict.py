@@ -12,6 +12,7 @@ from torch.distributed.tensor import Replicate
 
 import parallel.context_parallel
 import parallel.data_parallel
+import parallel.pipeline
 import parallel.tensor_parallel
 import training.loop
 import training.optimizer
@@ -21,7 +22,9 @@ from tests.ranks import free_port
 from training.data import train_batch
 from training.loss import IGNORE_INDEX
 
-FLAGS = "--steps 3 --fingerprint-steps 3 --dtype float64 --warmup-steps 0".split()  # noqa: SIM905
+FLAGS = """
+    --steps 3 --fingerprint-steps 3 --dtype float64 --warmup-steps 0 --num-hidden-layers 4
+""".split()  # noqa: SIM905
 
 
 def uneven_masks():
@@ -53,9 +56,9 @@ def norm_gradient_not_reduced():
 def loss_averaged_over_ranks():
     """Each dp rank divides by its own targets, and the ranks' means are averaged."""
 
-    def averaged(model, batch, target_tokens, ranks, zero):
+    def averaged(model, batch, target_tokens, ranks, *rest):
         mine = sum(int((targets != IGNORE_INDEX).sum()) for _, targets in batch)
-        return original(model, batch, mine * ranks.mesh.shape[0], ranks, zero)
+        return original(model, batch, mine * ranks.mesh.shape[0], ranks, *rest)
 
     original = training.loop.forward_backward
     return mock.patch("training.loop.forward_backward", averaged)
@@ -64,7 +67,7 @@ def loss_averaged_over_ranks():
 def layer_from_the_ranks_own_rng():
     def init(model, seed):
         original(model, seed)
-        weight = model.model.layers[1].mlp.up_proj.weight
+        weight = model.model.layers["1"].mlp.up_proj.weight
         torch.manual_seed(torch.distributed.get_rank())
         with torch.no_grad():
             weight.to_local().normal_(std=0.1)
@@ -94,7 +97,7 @@ def key_and_value_swapped():
     original = models.llama.Llama.forward
 
     def forward(self, tokens, loss=None):
-        attention = self.model.layers[1].self_attn
+        attention = self.model.layers["1"].self_attn
         rank = torch.distributed.get_rank()
         if rank % 2 == 1 and not getattr(self, "swapped", False):
             self.swapped = True
@@ -129,6 +132,37 @@ def context_sum_missed():
         return torch.cat((chunks[at], chunks[-1 - at]), dim=-2), None, None
 
     return mock.patch.object(gather, "backward", staticmethod(backward))
+
+
+def gradient_divided_by_micro_batches():
+    """As torch's schedules do unless told that the loss is a sum."""
+    original = torch.distributed.pipelining.schedules._PipelineSchedule.__init__
+    stage = parallel.pipeline._Stage
+
+    def scaled(self, *args, **kwargs):
+        original(self, *args, **{**kwargs, "scale_grads": True})
+
+    def reduce(self, factor):
+        self.scale_grads(factor)
+
+    patches = contextlib.ExitStack()
+    patches.enter_context(
+        mock.patch.object(
+            torch.distributed.pipelining.schedules._PipelineSchedule, "__init__", scaled
+        )
+    )
+    patches.enter_context(mock.patch.object(stage, "perform_reduce_grad", reduce))
+    return patches
+
+
+def micro_batches_of_a_stage_swapped():
+    """The last stage pairs the hidden states of a micro-batch with the targets of another."""
+    original = parallel.pipeline.Pipeline._run
+
+    def run(self, schedule, batch):
+        return original(self, schedule, batch if self._first else batch[::-1])
+
+    return mock.patch.object(parallel.pipeline.Pipeline, "_run", run)
 
 
 def inner_micro_batch_dropped():
@@ -185,6 +219,13 @@ FAULTS = {
         False,
         "step 1, gradients: model.embed_tokens.weight is",
     ),
+    "pipeline scale": (
+        gradient_divided_by_micro_batches,
+        ["--pp", 2],
+        False,
+        "step 1, gradients: model.embed_tokens.weight is",
+    ),
+    "pipeline order": (micro_batches_of_a_stage_swapped, ["--pp", 2], False, "step 1, loss is"),
     "replicas": (
         inner_micro_batch_dropped,
         ["--dp-replicate", 2, "--tp", 1, "--batch-size", 1],
@@ -223,7 +264,7 @@ def references(launched1, tmp_path_factory):
 def test_planted_fault(name, references, launched4, fresh, tmp_path):
     fault, flags, masked, expected = FAULTS[name]
     flags = flags if "--tp" in flags else ["--tp", 2, *flags]
-    group = fresh(4) if {"--cp", "--dp-replicate"} & set(flags) else launched4
+    group = fresh(4) if {"--pp", "--cp", "--dp-replicate"} & set(flags) else launched4
     run = record(group, tmp_path / "2x2", *flags, fault=fault, masked=masked)
     (verdict,) = judge(references[masked], {"2x2": run})
     assert verdict.finding and verdict.finding.startswith(expected), verdict.finding
@@ -241,10 +282,14 @@ def test_planted_fault(name, references, launched4, fresh, tmp_path):
         (2, True, ["--cp", 2, "--sequence-parallel", "on", "--batch-size", 2]),
         (1, False, ["--cp", 2, "--dp-replicate", 2, "--activation-checkpoint", "full"]),
         (2, True, ["--zero", 1, "--batch-size", 2, "--activation-checkpoint", "selective"]),
+        (1, True, ["--pp", 2, "--activation-checkpoint", "full"]),
+        (2, False, ["--pp", 2, "--sequence-parallel", "on", "--zero", 2]),
+        (2, True, ["--pp", 2, "--pp-schedule", "zbv", "--zero", 1]),
+        (1, True, ["--pp", 2, "--cp", 2, "--pp-schedule", "interleaved"]),
     ],
 )
 def test_rounding_is_no_bug(tp, masked, flags, references, launched4, fresh, tmp_path):
-    group = fresh(4) if {"--cp", "--dp-replicate"} & set(flags) else launched4
+    group = fresh(4) if {"--pp", "--cp", "--dp-replicate"} & set(flags) else launched4
     run = record(group, tmp_path / "run", "--tp", tp, *flags, masked=masked)
     (verdict,) = judge(references[masked], {"run": run})
     assert verdict.finding is None and verdict.deviation < 1e-12

@@ -1,6 +1,7 @@
 """Small training runs, executed on every rank of a test group: what the tests compare."""
 
 import functools
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -14,8 +15,9 @@ from parallel import parallelize
 from parallel.context_parallel import local_tokens
 from parallel.layout import Launch, Layout
 from parallel.mesh import Ranks, make_mesh
+from parallel.pipeline import Pipeline
 from training.config import OptimizerSection
-from training.loop import Batch, FaultFlag, optimizer_step
+from training.loop import Batch, FaultFlag, batch_loss, optimizer_step
 from training.loss import IGNORE_INDEX
 from training.optimizer import ShardedOptimizer
 
@@ -33,19 +35,29 @@ GLOBAL_BATCH, SEQ_LEN = 8, 16
 
 
 def make_layout(
-    tp: int, *, cp: int = 1, rep: int = 1, zero: int = 3, micro_batches: int = 1
+    tp: int,
+    *,
+    cp: int = 1,
+    rep: int = 1,
+    zero: int = 3,
+    micro_batches: int = 1,
+    pp: int = 1,
+    schedule: str = "1f1b",
 ) -> Layout:
     """The layout of all ranks of this process's group."""
-    ranks = dist.get_world_size() // tp // cp
+    ranks = dist.get_world_size() // tp // cp // pp
     size = GLOBAL_BATCH // ranks // micro_batches
-    return Layout(ranks // rep, tp, size, micro_batches, dp_replicate=rep, cp=cp, zero=zero)
+    return Layout(
+        ranks // rep, tp, size, micro_batches,
+        dp_replicate=rep, cp=cp, zero=zero, pp=pp, pp_schedule=schedule,
+    )  # fmt: skip
 
 
 @functools.cache
-def make_ranks(tp: int, *, cp: int = 1, rep: int = 1, zero: int = 3) -> Ranks:
+def make_ranks(tp: int, *, cp: int = 1, rep: int = 1, zero: int = 3, pp: int = 1) -> Ranks:
     """This process among the ranks of its group."""
     rank, world = dist.get_rank(), dist.get_world_size()
-    layout = make_layout(tp, cp=cp, rep=rep, zero=zero)
+    layout = make_layout(tp, cp=cp, rep=rep, zero=zero, pp=pp)
     control = dist.new_group(backend="gloo")
     launch = Launch(rank, world, rank, world)
     return Ranks(launch, torch.device("cpu"), make_mesh("cpu", layout), control, dist.HashStore())
@@ -58,9 +70,12 @@ def make_model(
     zero: int = 3,
     dtype: str = "float64",
     memory: dict | None = None,
+    layout: Layout | None = None,
     **fields,
 ) -> Llama:
     """The toy model, laid out over ``ranks`` and initialised with seed 0.
+
+    Its attribute ``pipeline`` runs the micro-batches; None without a pipeline.
 
     ``memory``: the memory savers among the options of :func:`parallel.parallelize`.
     """
@@ -69,9 +84,17 @@ def make_model(
         model = Llama(LlamaConfig(**(MODEL | fields)))
         model.to(torch.promote_types(compute, torch.float32))
     options = {"sequence_parallel": sp, "zero": zero, "dtype": compute, **(memory or {})}
-    parallelize(model, ranks.mesh, **options)
+    stages = layout.stages(model.config, SEQ_LEN) if layout else []
+    stages = [stage for stage in stages if stage.pp_rank == ranks.pp_rank]
+    parts = parallelize(model, ranks.mesh, stages=stages, **options)
     model.to_empty(device="cpu")
     init_weights(model, seed=0)
+    model.pipeline = None
+    if stages:
+        loss = functools.partial(batch_loss, ranks=ranks)
+        model.pipeline = Pipeline(
+            parts, stages, layout, ranks, loss, seq_len=SEQ_LEN, dtype=compute
+        )
     return model
 
 
@@ -95,7 +118,7 @@ def global_batch(step: int, vocab_size: int, mask: str = "none") -> tuple[np.nda
 
 def local_batch(step: int, ranks: Ranks, micro_batches: int, vocab_size: int, mask: str) -> Batch:
     """The micro-batches of this dp rank."""
-    dp = ranks.launch.world_size // ranks.tp // ranks.cp
+    dp = ranks.launch.world_size // ranks.tp // ranks.cp // ranks.pp
     mine = slice(ranks.dp_rank * GLOBAL_BATCH // dp, (ranks.dp_rank + 1) * GLOBAL_BATCH // dp)
     parts = (np.split(x[mine], micro_batches) for x in global_batch(step, vocab_size, mask))
     return [
@@ -110,12 +133,24 @@ def full(tensor: torch.Tensor) -> np.ndarray:
     return whole.detach().clone().numpy()
 
 
+def whole(model: Llama, of: Callable[[torch.nn.Parameter], torch.Tensor]) -> dict:
+    """A tensor for each parameter of the whole model, by name, also from other pipeline ranks."""
+    here = {name: full(of(p)) for name, p in model.named_parameters()}
+    if model.pipeline is None:
+        return here
+    everyone = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, here)
+    return {name: array for named in everyone for name, array in named.items()}
+
+
 def train_toy(
     tp: int = 1,
     *,
     cp: int = 1,
     rep: int = 1,
     zero: int = 3,
+    pp: int = 1,
+    schedule: str = "1f1b",
     steps: int = 5,
     micro_batches: int = 1,
     mask: str = "none",
@@ -126,8 +161,10 @@ def train_toy(
 
     Every rank's loss and gradient norm must be the same number.
     """
-    ranks = make_ranks(tp, cp=cp, rep=rep, zero=zero)
-    model = make_model(ranks, zero=zero, **options)
+    sizes = {"cp": cp, "rep": rep, "zero": zero, "pp": pp}
+    ranks = make_ranks(tp, **sizes)
+    layout = make_layout(tp, **sizes, schedule=schedule, micro_batches=micro_batches)
+    model = make_model(ranks, zero=zero, layout=layout, **options)
     defaults = {"optimizer": "sgd", "lr": 0.3, "weight_decay": 0.1, "grad_clip": 0.5}
     section = OptimizerSection(**(defaults | (optimizer or {})))
     updater = ShardedOptimizer(model, section)
@@ -136,7 +173,7 @@ def train_toy(
 
     def keep_grads() -> None:
         if not grads:
-            grads.update((n, full(p.grad)) for n, p in model.named_parameters())
+            grads.update(whole(model, lambda p: p.grad))
 
     for step in range(steps):
         _, targets = global_batch(step, vocab, mask)
@@ -146,7 +183,7 @@ def train_toy(
         batch = local_batch(step, ranks, micro_batches, vocab, mask)
         result = optimizer_step(
             model, updater, batch, target_tokens, ranks,
-            zero=zero, lr=section.lr, grad_clip=section.grad_clip, step=step + 1, fault=fault,
+            zero=zero, pipeline=model.pipeline, lr=section.lr, grad_clip=section.grad_clip, step=step + 1, fault=fault,
             while_reducing=keep_grads,
         )  # fmt: skip
         losses.append(result.loss.item())
@@ -154,7 +191,7 @@ def train_toy(
     everyone = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, (losses, norms))
     assert all(other == (losses, norms) for other in everyone)
-    weights = {n: full(p) for n, p in model.named_parameters()}
+    weights = whole(model, lambda p: p)
     if dist.get_rank() != 0:
         return None
     return {"loss": losses, "grad_norm": norms, "grads": grads, "weights": weights}

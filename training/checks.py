@@ -13,6 +13,7 @@ from parallel.layout import (
     Launch,
     Layout,
     LayoutError,
+    check_pipeline,
     check_tensor_parallel,
     make_layout,
     read_launch,
@@ -53,12 +54,15 @@ def check(config: Config, launch: Launch) -> Layout:
     layout = make_layout(
         world_size=config.layout.world_size or launch.world_size,
         tp=config.layout.tp,
+        pp=config.layout.pp,
+        pp_schedule=config.layout.pp_schedule,
         cp=config.layout.cp,
         dp_replicate=config.layout.dp_replicate,
         zero=config.layout.zero,
         global_batch_size=step.global_batch_size,
         batch_size=step.batch_size,
     )
+    check_pipeline(config.model, layout, config.memory.activation_checkpoint)
     sequence_parallel = config.layout.sequence_parallel == "on"
     check_tensor_parallel(config.model, layout, step.seq_len, sequence_parallel)
 

@@ -60,12 +60,22 @@ class Section(BaseModel):
 
 
 class LayoutSection(Section):
-    """How the model is laid out over the processes. What is left after tp is data parallel."""
+    """How the model is laid out over the processes. What is left is data parallel."""
 
     tp: PositiveInt = Field(1, description="Tensor-parallel ranks; 1 turns it off.")
     cp: PositiveInt = Field(
         1,
         description="Context-parallel ranks, among which every sequence is cut; 1 turns it off.",
+    )
+    pp: PositiveInt = Field(
+        1,
+        description="Pipeline-parallel ranks, among which the blocks are shared out; 1 turns it "
+        "off.",
+    )
+    pp_schedule: Literal["1f1b", "gpipe", "interleaved", "zbv", "dualpipev"] = Field(
+        "1f1b",
+        description="Order of the micro-batches in the pipeline. interleaved, zbv and dualpipev "
+        "give each rank two stages; the last two need --zero 1.",
     )
     dp_replicate: PositiveInt = Field(
         1,
@@ -122,7 +132,9 @@ class StepSection(Section):
         8, description="Sequences per optimizer step, over all ranks and micro-batches."
     )
     batch_size: PositiveInt | None = Field(
-        None, description="Sequences per dp rank per micro-batch; none: all of its share at once."
+        None,
+        description="Sequences per dp rank per micro-batch; none: all of its share at once, or "
+        "with --pp the most that leave 2 pp micro-batches.",
     )
     seq_len: PositiveInt = Field(256, description="Tokens per sequence.")
     steps: PositiveInt = Field(120, description="Optimizer steps of the whole run.")

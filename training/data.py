@@ -184,8 +184,9 @@ def eval_batches(
     dp: int,
     batch_size: int,
     max_batches: int = 0,
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """The micro-batches [B, S] of one dp rank over the held-out sequences, in file order.
+) -> Iterator[list[tuple[Tensor, Tensor]]]:
+    """The micro-batches [B, S] of one dp rank, a list for each global batch of the held-out
+    sequences, in file order.
 
     Every rank yields the same number, and over all of them each held-out target comes once: the
     last global batch is filled with ignored sequences. max_batches counts global batches; 0: all.
@@ -194,8 +195,8 @@ def eval_batches(
     batches = -(-data.len_with_tail // global_batch_size)
     for batch in range(min(batches, max_batches or batches)):
         first = batch * global_batch_size + dp_rank * share
-        for start in range(first, first + share, batch_size):
-            yield data.read(np.arange(start, min(start + batch_size, first + share)))
+        inputs, targets = data.read(np.arange(first, first + share))
+        yield list(zip(inputs.split(batch_size), targets.split(batch_size), strict=True))
 
 
 def prefetch(make_batch: Callable[[int], T], first_step: int, last_step: int) -> Iterator[T]:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from models.llama import Llama
 from parallel.layout import Layout
 from parallel.mesh import Ranks
 from training.optimizer import ShardedOptimizer, counts_here
@@ -77,21 +78,30 @@ class Fingerprints:
 
     def __init__(
         self,
-        model: nn.Module,
+        model: Llama,
+        parts: list[Llama],
         optimizer: ShardedOptimizer,
         layout: Layout,
         ranks: Ranks,
         path: Path,
         steps: int,
     ):
-        """``steps``: optimizer steps from the start of the run that are recorded."""
+        """
+        Args:
+            parts: what a forward runs through: the pipeline stages of this rank, or the model.
+            steps: optimizer steps from the start of the run that are recorded.
+        """
         self._optimizer, self._layout, self._ranks = optimizer, layout, ranks
         self._path, self.steps = path, steps
-        self._step, self._micro_batch = None, 0
+        self._step, self._micro_batches = None, dict.fromkeys(parts, 0)
         self._rungs: dict[str, dict[str, Tensor]] = {}
-        self._forward, self._positions = False, model.model.positions
-        model.register_forward_pre_hook(self._next_micro_batch)
-        model.register_forward_hook(self._forward_done)
+        self._running: nn.Module | None = None
+        self._positions = parts[0].model.positions
+        # All ranks add up the same numbers, also those of stages that are elsewhere.
+        self._names = list(model.config.parameter_shapes)
+        for part in parts:
+            part.register_forward_pre_hook(self._next_micro_batch)
+            part.register_forward_hook(self._forward_done)
         for name, module in model.named_modules():
             if not list(module.children()):
                 module.register_forward_hook(self._activation_hook(name))
@@ -101,8 +111,12 @@ class Fingerprints:
         self._step = step if step <= self.steps else None
         if self._step is None:
             return
-        self._micro_batch = -1
+        self._micro_batches = dict.fromkeys(self._micro_batches, -1)
         self._rungs = {rung: {} for rung in RUNGS}
+        # A tied head is a module all the same.
+        modules = [name.removesuffix(".weight") for name in self._names]
+        for name in dict.fromkeys([*modules, "lm_head"]):
+            self._rungs["activations"][name] = self._zero()
         self._tokens(batch)
         if step == 1:
             self._parameters("weights", lambda p: p)
@@ -135,6 +149,9 @@ class Fingerprints:
                     f.write(json.dumps(line) + "\n")
         self._step = None
 
+    def _zero(self) -> Tensor:
+        return torch.zeros(2, dtype=torch.float64, device=self._ranks.device)
+
     def _floats(self) -> list[Tensor]:
         return [v for rung in RUNGS[1:] for v in self._rungs[rung].values()]
 
@@ -152,30 +169,31 @@ class Fingerprints:
                 rows = _hash(first, tokens.shape[0], 1, tokens.device).unsqueeze(1)
                 columns = _hash(self._positions(tokens.shape[1]), 0, 2, tokens.device)
                 here = ((tokens + 101) * (rows ^ columns)).sum()
-                # The second number is zero where all tp ranks of a dp rank read the same.
-                counts = int(self._ranks.tp_rank == 0)
-                total += torch.stack((here * counts, here * (1 - counts * self._layout.tp)))
+                # The second number is zero where all tp and pp ranks of a dp rank read the same.
+                counts = int(self._ranks.tp_rank == self._ranks.pp_rank == 0)
+                readers = self._layout.tp * len(self._layout.data_pp_ranks)
+                total += torch.stack((here * counts, here * (1 - counts * readers)))
             self._rungs["tokens"][name] = total
 
     def _parameters(self, rung: str, of: Callable[[Tensor], Tensor]) -> None:
         optimizer = self._optimizer
+        self._rungs[rung] = {name: self._zero() for name in self._names}
         for name, p in zip(optimizer.names, optimizer.parameters, strict=True):
             self._rungs[rung][name] = project_parameter(of(p))
 
-    def _next_micro_batch(self, *_) -> None:
-        self._micro_batch, self._forward = self._micro_batch + 1, True
+    def _next_micro_batch(self, part: nn.Module, _) -> None:
+        # Each stage sees the micro-batches in order.
+        self._micro_batches[part] += 1
+        self._running = part
 
     def _forward_done(self, *_) -> None:
-        self._forward = False
+        self._running = None
 
     def _activation_hook(self, name: str) -> Callable:
         def hook(module: nn.Module, _, output: Tensor) -> None:
             # A block that computes something again, in the backward, calls its modules once more.
-            if self._step is None or not self._forward or output.ndim < 3:
-                return
-            found = self._project_output(module, output)
-            named = self._rungs["activations"]
-            named[name] = named[name] + found if name in named else found
+            if self._step is not None and self._running is not None and output.ndim == 3:
+                self._rungs["activations"][name] += self._project_output(module, output)
 
         return hook
 
@@ -194,4 +212,5 @@ class Fingerprints:
             sequence = whole[tp_rank * length : (tp_rank + 1) * length]
         else:
             sequence = self._positions(length)
-        return project(output, (self._first_sequence(self._micro_batch), sequence, column))
+        first = self._first_sequence(self._micro_batches[self._running])
+        return project(output, (first, sequence, column))

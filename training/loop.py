@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -22,6 +23,9 @@ from training.loss import IGNORE_INDEX, chunked_cross_entropy_sum, cross_entropy
 from training.metrics import Meter
 from training.optimizer import ShardedOptimizer, lr_at
 from training.reporter import Reporter
+
+if TYPE_CHECKING:
+    from parallel.pipeline import Pipeline
 
 Batch = list[tuple[Tensor, Tensor]]
 # Why a run stops before its last step.
@@ -51,17 +55,25 @@ def batch_loss(model: nn.Module, inputs: Tensor, targets: Tensor, ranks: Ranks) 
 
 
 def forward_backward(
-    model: nn.Module, batch: Batch, target_tokens: int, ranks: Ranks, zero: int
+    model: nn.Module,
+    batch: Batch,
+    target_tokens: int,
+    ranks: Ranks,
+    zero: int,
+    pipeline: "Pipeline | None" = None,
 ) -> Tensor:
     """Accumulate the gradient of the global mean loss over this rank's micro-batches.
 
     Args:
         target_tokens: number of targets of the whole optimizer step, over all ranks.
         zero: stage of the layout.
+        pipeline: runs the micro-batches instead, where the model is cut into stages.
 
     Returns:
-        float64 scalar: this dp rank's share of the global mean loss.
+        float64 scalar: this dp rank's share of the global mean loss; zero on all pp ranks but one.
     """
+    if pipeline:
+        return pipeline.forward_backward(batch, target_tokens)
     share = torch.zeros((), dtype=torch.float64, device=ranks.device)
     for number, (inputs, targets) in enumerate(batch, start=1):
         begin_micro_batch(model, zero=zero, last=number == len(batch))
@@ -125,6 +137,7 @@ def optimizer_step(
     ranks: Ranks,
     *,
     zero: int,
+    pipeline: "Pipeline | None" = None,
     lr: float,
     grad_clip: float,
     step: int,
@@ -137,11 +150,11 @@ def optimizer_step(
     Args:
         batch: this dp rank's micro-batches.
         target_tokens: targets of the whole step, over all ranks and micro-batches.
-        zero: stage of the layout.
+        zero, pipeline: as in :func:`forward_backward`.
         grad_clip: largest global norm; 0 turns clipping off.
         while_reducing: called after the backward is queued, to use the time.
     """
-    share = forward_backward(model, batch, target_tokens, ranks, zero)
+    share = forward_backward(model, batch, target_tokens, ranks, zero, pipeline)
     while_reducing()
     if fingerprints:
         fingerprints.gradients()
@@ -164,7 +177,12 @@ def optimizer_step(
 
 @torch.no_grad()
 def evaluate(
-    model: nn.Module, data: TokenData, config: Config, layout: Layout, ranks: Ranks
+    model: nn.Module,
+    pipeline: "Pipeline | None",
+    data: TokenData,
+    config: Config,
+    layout: Layout,
+    ranks: Ranks,
 ) -> dict:
     """Mean loss per token over the held-out sequences, each counted once; same on every layout.
 
@@ -180,13 +198,21 @@ def evaluate(
         batch_size=layout.batch_size,
         max_batches=config.data.eval_batches,
     )
-    for pair in batches:
-        inputs, targets = (local_tokens(x, ranks.cp, ranks.cp_rank).to(ranks.device) for x in pair)
-        total[0] += batch_loss(model, inputs, targets, ranks)
-        total[1] += (targets != IGNORE_INDEX).sum()
+    for batch in batches:
+        batch = [
+            tuple(local_tokens(x, ranks.cp, ranks.cp_rank).to(ranks.device) for x in pair)
+            for pair in batch
+        ]
+        if pipeline:
+            total[0] += pipeline.forward(batch)
+        else:
+            total[0] += sum(batch_loss(model, *pair, ranks) for pair in batch)
+        total[1] += sum((targets != IGNORE_INDEX).sum() for _, targets in batch)
     reshard(model)
     if ranks.tp_rank != 0:
         total.zero_()
+    if ranks.pp_rank != 0:
+        total[1] = 0
     dist.all_reduce(total)
     loss, tokens = total.tolist()
     return {"eval_loss": loss / max(tokens, 1), "eval_tokens": int(tokens)}
@@ -209,6 +235,8 @@ class AgreedBatches:
         stop_requested: Callable[[], str | None],
     ):
         def make(step: int) -> Batch:
+            if ranks.pp_rank not in layout.data_pp_ranks:
+                return []
             batch = train_batch(
                 data.train,
                 step,
@@ -238,9 +266,9 @@ class AgreedBatches:
         self._waited += time.perf_counter() - started
         if batch is None:
             return
-        # All tp ranks of a dp rank have the same batch; one of them counts.
+        # All tp and pp ranks of a dp rank have the same batch; one of them counts.
         targets = sum(int((t != IGNORE_INDEX).sum()) for _, t in batch)
-        mine = targets if self._ranks.tp_rank == 0 else 0
+        mine = targets if self._ranks.tp_rank == self._ranks.pp_rank == 0 else 0
         why = self._stop_requested()
         vector = torch.tensor([mine, why == SIGNAL, why == TIME], dtype=torch.int64)
         work = dist.all_reduce(vector, group=self._ranks.control, async_op=True)
@@ -263,6 +291,7 @@ class AgreedBatches:
 
 def train(
     model: nn.Module,
+    pipeline: "Pipeline | None",
     optimizer: ShardedOptimizer,
     data: TokenData,
     progress: Progress,
@@ -280,6 +309,7 @@ def train(
     """Train from ``progress`` to ``config.step.steps``, and save at the end.
 
     Args:
+        pipeline: runs the micro-batches, where the model is cut into stages.
         meter: times the steps.
         fingerprints: records the first steps of the run for a comparison.
         reporter: receives the metrics; None on all ranks but the first.
@@ -324,8 +354,8 @@ def train(
                 fingerprints.begin(step, batch)
             result = optimizer_step(
                 model, optimizer, batch, target_tokens, ranks,
-                zero=layout.zero, lr=lr, grad_clip=config.optimizer.grad_clip, step=step,
-                fault=fault,
+                zero=layout.zero, pipeline=pipeline, lr=lr,
+                grad_clip=config.optimizer.grad_clip, step=step, fault=fault,
                 while_reducing=after_backward, fingerprints=fingerprints,
             )  # fmt: skip
         else:
@@ -342,7 +372,7 @@ def train(
         if _due(step, config.data.eval_every) and data.eval.len_with_tail:
             heartbeat.at(step, "evaluation")
             with meter.pause():
-                found = evaluate(model, data, config, layout, ranks)
+                found = evaluate(model, pipeline, data, config, layout, ranks)
                 if reporter:
                     reporter.log_eval({"step": step, **found})
         if _due(step, run.checkpoint_every) and step < last:

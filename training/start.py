@@ -8,8 +8,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -18,7 +20,8 @@ from models.llama import Llama
 from parallel import parallelize
 from parallel.layout import Launch, Layout, LayoutError, check_tensor_parallel
 from parallel.mesh import Ranks, make_mesh
-from parallel.plan import collectives, format_plan, parameter_rows
+from parallel.plan import collectives, describe_pipeline, format_plan, parameter_rows
+from parallel.stages import Stage
 from training.checkpoint import remove_partial
 from training.checkpoint_dir import checkpoints_in, put_aside, read_checkpoint_state
 from training.checkpoint_files import find_fault
@@ -26,9 +29,13 @@ from training.checks import check_resume, find_checkpoint, identity, launch_ids,
 from training.config import Config, ConfigError, flag, to_toml
 from training.data import TokenData, open_tokens
 from training.files import write_atomic
+from training.loop import batch_loss
 from training.reporter import say
 from training.run_dir import RunDir, rank_logger
 from training.tokens import Tokenizer, load_tokenizer, prepare_tokens
+
+if TYPE_CHECKING:
+    from parallel.pipeline import Pipeline
 
 
 @contextlib.contextmanager
@@ -250,6 +257,27 @@ def parameter_dtype(config: Config) -> torch.dtype:
     return torch.promote_types(getattr(torch, config.step.dtype), torch.float32)
 
 
+def rank_stages(config: Config, layout: Layout, ranks: Ranks) -> list[Stage]:
+    """The pipeline stages of this rank, in order; none without a pipeline."""
+    stages = layout.stages(config.model, config.step.seq_len)
+    return [stage for stage in stages if stage.pp_rank == ranks.pp_rank]
+
+
+def make_pipeline(
+    config: Config, parts: list[Llama], stages: list[Stage], layout: Layout, ranks: Ranks
+) -> "Pipeline | None":
+    """What runs the micro-batches through ``stages``; None without a pipeline."""
+    if layout.pp == 1:
+        return None
+    # Imported where it is used: it takes a second.
+    from parallel.pipeline import Pipeline
+
+    return Pipeline(
+        parts, stages, layout, ranks, partial(batch_loss, ranks=ranks),
+        seq_len=config.step.seq_len, dtype=getattr(torch, config.step.dtype),
+    )  # fmt: skip
+
+
 def parallel_options(config: Config, ranks: Ranks) -> dict:
     """How the collectives are arranged; resolves ``--sequence-parallel auto``."""
     tp, setting = ranks.tp, config.layout.sequence_parallel
@@ -271,12 +299,13 @@ def print_plan(config: Config, layout: Layout, launch: Launch) -> None:
             resolve_vocabulary(config, layout, load_tokenizer(config.data.tokenizer))
     dist.init_process_group("fake", rank=0, world_size=layout.world_size, store=FakeStore())
     ranks = Ranks(launch, torch.device("cpu"), make_mesh("cpu", layout), None, None)
-    options = parallel_options(config, ranks)
+    options, seq_len = parallel_options(config, ranks), config.step.seq_len
     with torch.device("meta"):
         model = Llama(config.model).to(parameter_dtype(config))
-    parallelize(model, ranks.mesh, zero=layout.zero, **options)
-    sent = collectives(config.model, layout, seq_len=config.step.seq_len, **options)
-    print(format_plan(parameter_rows(model), sent, config.model, layout))
+    stages = rank_stages(config, layout, ranks)
+    parallelize(model, ranks.mesh, zero=layout.zero, stages=stages, **options)
+    sent = collectives(config.model, layout, stages=stages, seq_len=seq_len, **options)
+    print(format_plan(parameter_rows(model), sent, config.model, layout, seq_len))
     dist.destroy_process_group()
 
 
@@ -285,11 +314,13 @@ def describe(config: Config, layout: Layout, ranks: Ranks, checkpoint: Path | No
     step, model, options = config.step, config.model, parallel_options(config, ranks)
     cuda = ranks.device.type == "cuda"
     device = f"{torch.cuda.get_device_name()}, nccl" if cuda else "CPU, gloo"
-    dims = (
-        f"dp {layout.dp}" + (f" x cp {layout.cp}" if layout.cp > 1 else "") + f" x tp {layout.tp}"
+    sizes = {
+        "pp": layout.pp, "dp-replicate": layout.dp_replicate, "dp": layout.dp, "cp": layout.cp,
+        "tp": layout.tp,
+    }  # fmt: skip
+    dims = " x ".join(
+        f"{name} {size}" for name, size in sizes.items() if size > 1 or name in ("dp", "tp")
     )
-    if layout.dp_replicate > 1:
-        dims = f"dp-replicate {layout.dp_replicate} x {dims}"
     lines = [
         f"layout {layout.name}: {dims} on {layout.world_size} processes ({device}), "
         f"ZeRO-{layout.zero}, "
@@ -299,6 +330,8 @@ def describe(config: Config, layout: Layout, ranks: Ranks, checkpoint: Path | No
         f"dp {layout.data_ranks} x {layout.micro_batches} micro-batches x {layout.batch_size} "
         "sequences",
     ]
+    if layout.pp > 1:
+        lines.append(describe_pipeline(layout))
     if checkpoint:
         lines.append(f"resumed from {checkpoint}")
     elif config.init_from:
