@@ -1,6 +1,7 @@
 """Small training runs, executed on every rank of a test group: what the tests compare."""
 
 import functools
+import math
 from collections.abc import Callable
 
 import numpy as np
@@ -16,6 +17,7 @@ from parallel.context_parallel import local_tokens
 from parallel.layout import Launch, Layout
 from parallel.mesh import Ranks, make_mesh
 from parallel.pipeline import Pipeline
+from parallel.plan import parameter_rows
 from training.config import OptimizerSection
 from training.loop import Batch, FaultFlag, batch_loss, optimizer_step
 from training.loss import IGNORE_INDEX
@@ -157,7 +159,8 @@ def train_toy(
     optimizer: dict | None = None,
     **options,
 ) -> dict | None:
-    """Train the toy model. Rank 0 returns the curves, the gradients of step 0 and the end weights.
+    """Train the toy model. Rank 0 returns the curves, the gradients of step 0, the end weights, and
+    how many elements of each parameter each rank holds.
 
     Every rank's loss and gradient norm must be the same number.
     """
@@ -183,18 +186,25 @@ def train_toy(
         batch = local_batch(step, ranks, micro_batches, vocab, mask)
         result = optimizer_step(
             model, updater, batch, target_tokens, ranks,
-            zero=zero, pipeline=model.pipeline, lr=section.lr, grad_clip=section.grad_clip, step=step + 1, fault=fault,
-            while_reducing=keep_grads,
+            zero=zero, pipeline=model.pipeline, lr=section.lr, grad_clip=section.grad_clip,
+            step=step + 1, fault=fault, while_reducing=keep_grads,
         )  # fmt: skip
         losses.append(result.loss.item())
         norms.append(result.grad_norm.item())
     everyone = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, (losses, norms))
-    assert all(other == (losses, norms) for other in everyone)
+    elements = {row.name: math.prod(row.local_shape) for row in parameter_rows(model)}
+    dist.all_gather_object(everyone, (losses, norms, elements))
+    assert all(other[:2] == (losses, norms) for other in everyone)
     weights = whole(model, lambda p: p)
     if dist.get_rank() != 0:
         return None
-    return {"loss": losses, "grad_norm": norms, "grads": grads, "weights": weights}
+    return {
+        "loss": losses,
+        "grad_norm": norms,
+        "grads": grads,
+        "weights": weights,
+        "elements": [other[2] for other in everyone],
+    }
 
 
 def deviation(found: dict, reference: dict) -> float:
