@@ -71,5 +71,7 @@ def parallelize(
             apply_context_parallel(part, mesh["cp"])
         apply_fsdp(part, data, zero=zero, dtype=dtype)
         if prefetch is not None:
-            set_prefetch(part, prefetch)
+            set_prefetch(part, forward=prefetch, backward=prefetch)
+        elif stages:
+            set_prefetch(part, forward=0, backward=1)
     return parts

@@ -73,16 +73,22 @@ def _unevenly_cut_by_tp(parameter: nn.Parameter) -> bool:
     return tp.is_shard(0) and parameter.shape[0] % parameter.device_mesh.size() != 0
 
 
-def set_prefetch(model: Llama, count: int) -> None:
-    """Gather the parameters of the next ``count`` blocks while one computes, forward and backward.
+def set_prefetch(model: Llama, *, forward: int, backward: int) -> None:
+    """Gather the parameters of so many next blocks while one computes.
 
-    Without this call FSDP2 gathers those of one block ahead in the backward, and none in the
-    forward before the host has queued the block before.
+    Without this call FSDP2 gathers none ahead in the forward, where the host has not queued the
+    block before, and in the backward the unit that ran before. In a pipeline that may be one of
+    another micro-batch, which is gathered in vain.
     """
     blocks = list(model.model.layers.values())
     for i, block in enumerate(blocks):
-        block.set_modules_to_forward_prefetch(blocks[i + 1 : i + 1 + count])
-        block.set_modules_to_backward_prefetch(blocks[max(0, i - count) : i][::-1])
+        block.set_modules_to_forward_prefetch(blocks[i + 1 : i + 1 + forward])
+        # An empty list would leave it to FSDP2; the block itself is there already.
+        ahead = blocks[max(0, i - backward) : i][::-1]
+        block.set_modules_to_backward_prefetch(ahead or [block])
+    embedding = model.model.embed_tokens
+    if isinstance(embedding, FSDPModule):
+        embedding.set_modules_to_backward_prefetch([embedding])
 
 
 def begin_micro_batch(model: FSDPModule, *, zero: int, last: bool) -> None:

@@ -2,6 +2,7 @@
 
 import collections
 import tracemalloc
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -79,7 +80,12 @@ KINDS = {
     "reduce_scatter": "reduce_scatter",
     "allreduce": "all_reduce",
     "all_reduce": "all_reduce",
+    "send": "send",
+    "recv": "recv",
 }
+
+
+TIED, L4 = {"tie_word_embeddings": True}, {"num_hidden_layers": 4}
 
 
 class CountCollectives(TorchDispatchMode):
@@ -106,11 +112,12 @@ class CountCollectives(TorchDispatchMode):
 
 
 def count_step(
-    tp: int, rep: int, micro_batches: int, zero: int, sp: bool, dtype: str, fields: dict, cp: int
+    tp: int, sizes: dict, micro_batches: int, sp: bool, dtype: str, fields: dict, schedule: str
 ):
     """What one optimizer step sends, and what the plan says."""
-    ranks = make_ranks(tp, cp=cp, rep=rep, zero=zero)
-    model = make_model(ranks, sp=sp, zero=zero, dtype=dtype, **fields)
+    ranks = make_ranks(tp, **sizes)
+    layout = make_layout(tp, **sizes, micro_batches=micro_batches, schedule=schedule)
+    model = make_model(ranks, sp=sp, zero=layout.zero, dtype=dtype, layout=layout, **fields)
     optimizer = ShardedOptimizer(model, OptimizerSection())
     fault, vocab = FaultFlag(ranks.device), model.config.vocab_size
     for step in (0, 1):
@@ -118,47 +125,56 @@ def count_step(
         with CountCollectives() as counter:
             optimizer_step(
                 model, optimizer, batch, GLOBAL_BATCH * SEQ_LEN, ranks,
-                zero=zero, lr=1e-3, grad_clip=1.0, step=step + 1, fault=fault,
+                zero=layout.zero, pipeline=model.pipeline, lr=1e-3, grad_clip=1.0,
+                step=step + 1, fault=fault,
             )  # fmt: skip
-    layout = make_layout(tp, cp=cp, rep=rep, zero=zero, micro_batches=micro_batches)
+    stages = layout.stages(model.config, SEQ_LEN)
+    stages = [stage for stage in stages if stage.pp_rank == ranks.pp_rank]
     planned = collections.Counter({("all_reduce", 16): 1})  # loss and squared gradient norm
     for row in collectives(
-        model.config, layout, seq_len=SEQ_LEN, sequence_parallel=sp,
+        model.config, layout, stages=stages, seq_len=SEQ_LEN, sequence_parallel=sp,
         dtype=getattr(torch, dtype),
     ):  # fmt: skip
-        blocks = model.config.num_hidden_layers if row.unit == "block" else 1
+        blocks = len(model.model.layers) if row.unit == "block" else 1
         planned[row.kind, row.bytes] += row.count * blocks
     return counter.found, planned
 
 
 @pytest.mark.parametrize(
-    ("group", "tp", "rep", "micro_batches", "zero", "sp", "dtype", "fields", "cp"),
+    ("group", "tp", "sizes", "micro_batches", "sp", "dtype", "fields", "schedule"),
     [
-        ("ranks8", 4, 1, 1, 3, True, "float32", {}, 1),
-        ("ranks4", 2, 1, 1, 3, False, "float32", {}, 1),
-        ("ranks4", 2, 1, 2, 2, True, "float32", {}, 1),
-        ("ranks4", 4, 1, 2, 3, True, "float64", {"num_key_value_heads": 2}, 1),
-        ("ranks4", 1, 1, 1, 3, False, "float32", {"vocab_size": 65}, 1),
-        ("ranks4", 1, 1, 2, 3, False, "float32", {"tie_word_embeddings": True}, 1),
-        ("ranks4", 2, 1, 1, 3, True, "bfloat16", {}, 1),
-        ("ranks4", 2, 1, 1, 3, True, "float32", {"tie_word_embeddings": True}, 1),
-        ("ranks1", 1, 1, 2, 3, False, "float32", {}, 1),
-        ("ranks8", 2, 2, 2, 3, True, "float32", {}, 1),
-        ("ranks8", 2, 2, 2, 1, False, "float32", {"tie_word_embeddings": True}, 1),
-        ("ranks4", 1, 4, 2, 2, False, "float32", {}, 1),
-        ("ranks4", 2, 1, 2, 1, True, "float32", {"num_key_value_heads": 1}, 1),
-        ("ranks4", 1, 1, 2, 0, False, "float32", {}, 1),
-        ("ranks4", 2, 1, 2, 0, True, "bfloat16", {}, 1),
-        ("ranks4", 2, 1, 2, 3, True, "float32", {}, 2),
-        ("ranks8", 1, 2, 1, 2, False, "float32", {"vocab_size": 65}, 2),
-        ("ranks8", 4, 1, 2, 1, True, "float64", {"num_key_value_heads": 2}, 2),
+        ("ranks8", 4, {}, 1, True, "float32", {}, ""),
+        ("ranks4", 2, {}, 1, False, "float32", {}, ""),
+        ("ranks4", 2, {"zero": 2}, 2, True, "float32", {}, ""),
+        ("ranks4", 4, {}, 2, True, "float64", {"num_key_value_heads": 2}, ""),
+        ("ranks4", 1, {}, 1, False, "float32", {"vocab_size": 65}, ""),
+        ("ranks4", 1, {}, 2, False, "float32", TIED, ""),
+        ("ranks4", 2, {}, 1, True, "bfloat16", {}, ""),
+        ("ranks4", 2, {}, 1, True, "float32", TIED, ""),
+        ("ranks1", 1, {}, 2, False, "float32", {}, ""),
+        ("ranks8", 2, {"rep": 2}, 2, True, "float32", {}, ""),
+        ("ranks8", 2, {"rep": 2, "zero": 1}, 2, False, "float32", TIED, ""),
+        ("ranks4", 1, {"rep": 4, "zero": 2}, 2, False, "float32", {}, ""),
+        ("ranks4", 2, {"zero": 1}, 2, True, "float32", {"num_key_value_heads": 1}, ""),
+        ("ranks4", 1, {"zero": 0}, 2, False, "float32", {}, ""),
+        ("ranks4", 2, {"zero": 0}, 2, True, "bfloat16", {}, ""),
+        ("ranks4", 2, {"cp": 2}, 2, True, "float32", {}, ""),
+        ("ranks8", 1, {"rep": 2, "zero": 2, "cp": 2}, 1, False, "float32", {"vocab_size": 65}, ""),
+        ("ranks8", 4, {"zero": 1, "cp": 2}, 2, True, "float64", {"num_key_value_heads": 2}, ""),
+        ("ranks8", 2, {"pp": 2}, 4, True, "float32", {"num_hidden_layers": 3}, "1f1b"),
+        ("ranks4", 1, {"pp": 4}, 8, False, "float32", {"num_hidden_layers": 8}, "1f1b"),
+        ("ranks4", 1, {"pp": 2, "zero": 2}, 4, False, "bfloat16", {}, "gpipe"),
+        ("ranks4", 2, {"pp": 2, "zero": 1}, 4, False, "float32", {}, "1f1b"),
+        ("ranks8", 1, {"pp": 2, "cp": 2}, 4, False, "float32", L4, "interleaved"),
+        ("ranks8", 2, {"pp": 2, "zero": 1}, 4, True, "float32", L4, "zbv"),
+        ("ranks4", 1, {"pp": 2, "zero": 0}, 4, False, "float32", L4, "dualpipev"),
     ],
-)
+)  # fmt: skip
 def test_collectives_equal_the_plan(
-    group, tp, rep, micro_batches, zero, sp, dtype, fields, cp, request
+    group, tp, sizes, micro_batches, sp, dtype, fields, schedule, request
 ):
     ranks = request.getfixturevalue(group)
-    args = tp, rep, micro_batches, zero, sp, dtype, fields, cp
+    args = tp, sizes, micro_batches, sp, dtype, fields, schedule or "1f1b"
     for found, planned in ranks.run(count_step, *args):
         assert found == planned
 
@@ -267,6 +283,36 @@ def changed_logits(tp: int, sp: bool, cp: int, position: int) -> tuple[bool, boo
     with torch.no_grad():
         same = (model(inputs) == model(other)).all(dim=-1)
     return bool(same[:, at < position].all()), not same[:, at >= position].any()
+
+
+def changed_logits_of_a_pipeline(schedule: str, position: int) -> set[tuple[bool, bool]]:
+    """As :func:`changed_logits`, of all micro-batches; nothing on ranks without logits."""
+    ranks, sizes, found = make_ranks(1, pp=2, cp=2), {"pp": 2, "cp": 2, "zero": 1}, []
+
+    def keep(part, inputs, targets, **_):
+        found.append(part(inputs))
+        return found[-1].sum()
+
+    layout = make_layout(1, **sizes, micro_batches=4, schedule=schedule)
+    with mock.patch("tests.toy.batch_loss", keep):
+        model = make_model(ranks, zero=1, dtype="float32", layout=layout, num_hidden_layers=4)
+    batch = local_batch(0, ranks, 4, 64, "none")
+    at = local_positions(SEQ_LEN // 2, 2, ranks.cp_rank)
+    other = [(torch.where(at == position, (x + 1) % 64, x), y) for x, y in batch]
+    with torch.no_grad():
+        model.pipeline.forward(batch)
+        model.pipeline.forward(other)
+    half = len(found) // 2
+    assert half == (4 if ranks.pp_rank == layout.data_pp_ranks[-1] else 0)
+    same = [(a == b).all(dim=-1) for a, b in zip(found[:half], found[half:], strict=True)]
+    return {(bool(s[:, at < position].all()), not s[:, at >= position].any()) for s in same}
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zbv"])
+def test_causal_in_a_pipeline(schedule, ranks8):
+    for position in (1, 9):
+        found = ranks8.run(changed_logits_of_a_pipeline, schedule, position)
+        assert set().union(*found) == {(True, True)}
 
 
 @pytest.mark.parametrize(
