@@ -71,6 +71,15 @@ class _Stage(PipelineStage):
         if self._splits and self.has_backward:
             super().perform_reduce_grad(grad_scale_factor)
 
+    # In a V a rank hands gradients over to itself, and torch asks for them in an evaluation, too.
+
+    def get_local_bwd_output(self, mb_index: int) -> tuple:
+        return super().get_local_bwd_output(mb_index) if self.has_backward else ()
+
+    def set_local_bwd_input(self, next_stage_bwd_outputs: tuple, mb_index: int) -> None:
+        if self.has_backward:
+            super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)
+
 
 class Pipeline:
     """Runs the micro-batches of a step through the stages of all pp ranks."""

@@ -49,7 +49,8 @@ def refusal(monkeypatch, argv: str, environ: dict | None = None) -> str:
         load(argv.split())
     message = str(caught.value)
     assert message and "\n" not in message
-    assert set(re.findall(r"--[a-z][a-z0-9-]+", message)) <= FLAGS, message
+    named = re.findall(r"--[a-z][a-z0-9-]+", message.replace("--no-", "--"))
+    assert set(named) <= FLAGS, message
     return message
 
 
@@ -65,7 +66,7 @@ RULES = [
     (
         "greater than 0",
         "0 -1",
-        "--tp --cp --dp-replicate --world-size --lr-decay-steps --num-hidden-layers --lr",
+        "--tp --cp --pp --dp-replicate --world-size --lr-decay-steps --num-hidden-layers --lr",
     ),
     ("greater than 0", "0 -1", "--loss-chunks"),
     ("greater than 0", "0 -1", "--vocab-size --comm-timeout --hidden-size --rope-theta"),
@@ -180,6 +181,46 @@ ROWS = {
         "--cp 2 --tp 4 --seq-len 36 --sequence-parallel on",
         world(8),
         ["--tp 4", "18 tokens", "--seq-len 36", "--cp 2", "--seq-len 40"],
+    ),
+    "pipeline": (
+        "--pp 3 --tp 2",
+        world(8),
+        ["--pp 3", "4 ranks", "8 processes", "--tp 2", "--pp 1, 2 or 4"],
+    ),
+    "pipeline-tied": (
+        "--pp 2 --tie-word-embeddings",
+        world(2),
+        ["--pp 2", "--tie-word-embeddings", "--no-tie-word-embeddings", "--pp 1"],
+    ),
+    "pipeline-layers": (
+        "--pp 2 --pp-schedule interleaved --num-hidden-layers 3",
+        world(2),
+        ["--pp 2", "interleaved", "4 stages", "--num-hidden-layers 3", "--pp-schedule 1f1b"],
+    ),
+    "pipeline-micro-batches": (
+        "--pp 2 --batch-size 8",
+        world(2),
+        ["--pp 2", "1f1b", "at least 2", "--batch-size 8", "1 of the 8", "--batch-size 4"],
+    ),
+    "pipeline-batch": (
+        "--pp 4 --global-batch-size 4",
+        world(8),
+        ["--pp 4", "at least 4", "2 sequences", "--global-batch-size 4 / dp 2", "batch-size 8"],
+    ),
+    "pipeline-rounds": (
+        "--pp 2 --pp-schedule interleaved --global-batch-size 6 --batch-size 2",
+        world(2),
+        ["--pp 2", "interleaved", "a multiple of 2", "--batch-size 2", "3 of", "--batch-size 3"],
+    ),
+    "pipeline-zero": (
+        "--pp 2 --pp-schedule zbv",
+        world(2),
+        ["--pp-schedule zbv", "--zero 3", "--zero 1"],
+    ),
+    "pipeline-recompute": (
+        "--pp 2 --pp-schedule dualpipev --zero 1 --activation-checkpoint full",
+        world(2),
+        ["--pp-schedule dualpipev", "--activation-checkpoint full", "1f1b"],
     ),
     "replicas-of-replicas": (
         "--dp-replicate 2 --zero 0",
