@@ -36,11 +36,12 @@ WHAT = ("parameters", "gradients", "optimizer")
 def formula(config: LlamaConfig, zero: int, n: int) -> dict[str, tuple[int, int, int]]:
     """Bytes of parameters, gradients and optimizer state of one of ``n`` dp ranks, by moment.
 
-    P bytes of parameters, B of a block and H of norm and head, where n divides every matrix:
+    P bytes of parameters, E of the embedding, B of a block and H of norm and head, where n divides
+    every matrix:
 
     - ZeRO-3: P/n each of parameters and gradients; in the backward a block is whole: + B each;
-    - ZeRO-2: the backward starts with all parameters gathered, + P, and the gradients of the head,
-      + H; where a block is larger, most is held one unit later: + P - H and + B;
+    - ZeRO-2: the backward starts with all gathered that it reads, + P - E, and the gradients of the
+      head, + H; where a block is larger, most is held one unit later: + P - E - H and + B;
     - ZeRO-1: within a step P/n + P of parameters and P of gradients;
     - ZeRO-0: the same with n = 1: FSDP2 computes with a copy of a shard that is whole.
 
@@ -51,7 +52,8 @@ def formula(config: LlamaConfig, zero: int, n: int) -> dict[str, tuple[int, int,
     block = FLOAT * sum(size for name, size in numel.items() if ".layers.0." in name)
     head = FLOAT * (numel["model.norm.weight"] + numel["lm_head.weight"])
     part = p // (1 if zero == 0 else n)
-    late = max((p, head), (p - head, block), key=sum)
+    read = p - FLOAT * numel["model.embed_tokens.weight"]
+    late = max((read, head), (read - head, block), key=sum)
     between, peak = {
         3: ((part, part), (part + block, part + block)),
         2: ((part, part), (part + late[0], part + late[1])),

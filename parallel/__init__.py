@@ -45,18 +45,19 @@ def parallelize(
     Returns:
         What a forward runs through: the stages of this rank in order, or the model itself.
     """
+    from torch.distributed.device_mesh import DeviceMesh
+
     from parallel.activation_checkpoint import apply_activation_checkpoint
     from parallel.context_parallel import apply_context_parallel
     from parallel.data_parallel import apply_fsdp, set_prefetch
     from parallel.tensor_parallel import apply_tensor_parallel
 
-    shard = "dp"
+    data = mesh["dp"]
     if "cp" in mesh.mesh_dim_names:
         # Ranks that hold other slices of a sequence hold other shards, too.
-        shard = "dp_cp"
-        mesh["dp", "cp"]._flatten(shard)
-    replicated = "dp_replicate" in mesh.mesh_dim_names
-    data = mesh["dp_replicate", shard] if replicated else mesh[shard]
+        data = mesh["dp", "cp"]._flatten("dp_cp")
+    if "dp_replicate" in mesh.mesh_dim_names:
+        data = DeviceMesh._concatenate([mesh["dp_replicate"], data])
     model.lm_head.loss_chunks = loss_chunks
     parts = [model]
     if stages:
