@@ -336,6 +336,7 @@ IDENTITY = {
     "--weight-decay": ("0", "0.0", "0.1"),
     "--beta1": ("0.8", "0.8", "0.9"),
     "--beta2": ("0.99", "0.99", "0.95"),
+    "--optimizer-state-dtype": ("bfloat16", "bfloat16", "float32"),
     "--grad-clip": ("0", "0.0", "1.0"),
 }
 

@@ -237,6 +237,21 @@ ROWS = {
         {},
         ["--warmup-steps 20", "10 steps", "--lr-decay-steps"],
     ),
+    "state-sgd": (
+        "--optimizer sgd --optimizer-state-dtype bfloat16",
+        {},
+        ["--optimizer-state-dtype bfloat16", "--optimizer sgd", "leave it out"],
+    ),
+    "state-beta1": (
+        "--beta1 0.995 --optimizer-state-dtype bfloat16",
+        {},
+        ["--beta1 0.995", "--optimizer-state-dtype bfloat16", "--beta1 0.99", "float32"],
+    ),
+    "state-beta2": (
+        "--beta2 0.999 --optimizer-state-dtype bfloat16",
+        {},
+        ["--beta2 0.999", "--optimizer-state-dtype bfloat16", "--beta2 0.99", "float32"],
+    ),
     "world-size": ("--world-size 8", {}, ["--world-size 8", "--print-plan", "torchrun"]),
     "plan-tp": (
         "--world-size 6 --print-plan --tp 4",
@@ -382,6 +397,8 @@ def test_run_dir_that_is_a_file(monkeypatch, tmp_path):
         ("--tp 2 --seq-len 15", 2),  # auto turns sequence parallel off
         ("--tp 4 --vocab-size 10", 4),  # uneven, but nobody is empty: 3, 3, 3, 1
         ("--warmup-steps 10 --steps 10", 1),
+        ("--beta2 0.99 --optimizer-state-dtype bfloat16", 1),
+        ("--beta2 0.999 --optimizer-state-dtype float32", 1),
         ("--world-size 64 --print-plan --tp 8", 1),
     ],
 )

@@ -33,6 +33,9 @@ from training.wandb_run import WandbRun, wandb_key_configured
 # Of the identity: the data are compared by content once they are open, tokenizer included, which
 # may have moved; the other is only for an export.
 NOT_COMPARED = ("tokenizer", "max_position_embeddings")
+# bfloat16 numbers are up to 2**-7 apart: a moment that is multiplied by more than 1 - 2**-8 and
+# rounded stays what it was.
+MAX_ROUNDED_BETA = 0.99
 # Set where a launcher starts the same command again: it is to go on, not to begin anew.
 RESTARTS = ("SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT")
 
@@ -43,7 +46,7 @@ def check(config: Config, launch: Launch) -> Layout:
     Raises:
         ConfigError, LayoutError: in one line.
     """
-    step, optimizer, run = config.step, config.optimizer, config.run
+    step, run = config.step, config.run
     if config.layout.world_size and not config.layout.print_plan:
         raise ConfigError(
             f"--world-size {config.layout.world_size} plans only: add --print-plan, "
@@ -65,13 +68,7 @@ def check(config: Config, launch: Launch) -> Layout:
     check_pipeline(config.model, layout, config.memory.activation_checkpoint)
     sequence_parallel = config.layout.sequence_parallel == "on"
     check_tensor_parallel(config.model, layout, step.seq_len, sequence_parallel)
-
-    decay_steps = optimizer.lr_decay_steps or step.steps
-    if optimizer.warmup_steps > decay_steps:
-        raise ConfigError(
-            f"--warmup-steps {optimizer.warmup_steps} exceeds the {decay_steps} steps of the "
-            "schedule (--lr-decay-steps, or --steps): use fewer warm-up steps or more steps"
-        )
+    _check_optimizer(config)
     if run.wandb == "online" and not wandb_key_configured():
         raise ConfigError(
             "--wandb online needs an API key and finds none: set WANDB_API_KEY, "
@@ -85,6 +82,30 @@ def check(config: Config, launch: Launch) -> Layout:
     if config.run_dir.exists() and not config.run_dir.is_dir():
         raise ConfigError(f"--run-dir {config.run_dir} is a file: name a directory")
     return layout
+
+
+def _check_optimizer(config: Config) -> None:
+    optimizer, stored = config.optimizer, config.optimizer.optimizer_state_dtype
+    decay_steps = optimizer.lr_decay_steps or config.step.steps
+    if optimizer.warmup_steps > decay_steps:
+        raise ConfigError(
+            f"--warmup-steps {optimizer.warmup_steps} exceeds the {decay_steps} steps of the "
+            "schedule (--lr-decay-steps, or --steps): use fewer warm-up steps or more steps"
+        )
+    if stored == "float32":
+        return
+    if optimizer.optimizer == "sgd":
+        raise ConfigError(
+            f"--optimizer-state-dtype {stored} has no use with --optimizer sgd, which has no "
+            "state: leave it out"
+        )
+    for name, beta in (("--beta1", optimizer.beta1), ("--beta2", optimizer.beta2)):
+        if beta > MAX_ROUNDED_BETA:
+            raise ConfigError(
+                f"{name} {beta:g} with --optimizer-state-dtype {stored}: what a step changes in "
+                f"that moment would be rounded away; use {name} {MAX_ROUNDED_BETA} or less, or "
+                "--optimizer-state-dtype float32"
+            )
 
 
 def _check_init_from(config: Config) -> None:

@@ -142,7 +142,7 @@ class StepSection(Section):
     dtype: Literal["bfloat16", "float32", "float64"] = Field(
         "float32",
         description="Compute dtype. Parameters and optimizer state are float32 (float64 with "
-        "float64).",
+        "float64); for the state see --optimizer-state-dtype.",
     )
 
 
@@ -168,6 +168,12 @@ class OptimizerSection(Section):
     )
     beta1: Beta = Field(0.9, description="AdamW's decay rate of the first moment.")
     beta2: Beta = Field(0.95, description="AdamW's decay rate of the second moment.")
+    optimizer_state_dtype: Literal["float32", "bfloat16"] = Field(
+        "float32",
+        description="Stored dtype of AdamW's two moments. bfloat16 halves them and is lossy: they "
+        "are rounded after each update, which is computed in float32. float32 is float64 with "
+        "--dtype float64.",
+    )
     grad_clip: NonNegativeFloat = Field(
         1.0, description="Largest global gradient norm; 0 turns it off."
     )

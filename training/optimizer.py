@@ -6,8 +6,12 @@ import math
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.optim.adamw import adamw
 
 from training.config import OptimizerSection
+
+# Moments that are stored in bfloat16 are widened this many at a time: 128 MiB in float32.
+CHUNK_ELEMENTS = 2**24
 
 
 def _local(tensor: Tensor) -> Tensor:
@@ -29,6 +33,7 @@ class ShardedOptimizer:
         self.shards = [nn.Parameter(_local(p.detach())) for p in self.parameters]
         matrices = [s for s in self.shards if s.ndim > 1]
         vectors = [s for s in self.shards if s.ndim == 1]
+        self._rounded = config.optimizer_state_dtype == "bfloat16"
         groups = [
             {"params": matrices, "weight_decay": config.weight_decay},
             {"params": vectors, "weight_decay": 0.0},
@@ -39,11 +44,12 @@ class ShardedOptimizer:
         self._inner = torch.optim.AdamW(
             groups, lr=config.lr, betas=(config.beta1, config.beta2), fused=True
         )
+        stored = torch.bfloat16 if self._rounded else None
         for shard in self.shards:
             self._inner.state[shard] = {
                 "step": torch.zeros((), dtype=torch.float32, device=shard.device),
-                "exp_avg": torch.zeros_like(shard, requires_grad=False),
-                "exp_avg_sq": torch.zeros_like(shard, requires_grad=False),
+                "exp_avg": torch.zeros_like(shard, dtype=stored, requires_grad=False),
+                "exp_avg_sq": torch.zeros_like(shard, dtype=stored, requires_grad=False),
             }
 
     def grads(self) -> list[Tensor]:
@@ -90,7 +96,32 @@ class ShardedOptimizer:
         for group in self._inner.param_groups:
             group["lr"] = lr
         self._inner.found_inf = skip
-        self._inner.step()
+        if self._rounded:
+            # The fused kernels want moments of the dtype of the weights.
+            self._update_in_chunks()
+        else:
+            self._inner.step()
+
+    @torch.no_grad()
+    def _update_in_chunks(self) -> None:
+        """AdamW in the dtype of the weights; then the moments are rounded to the nearest again."""
+        for group in self._inner.param_groups:
+            beta1, beta2 = group["betas"]
+            fixed = {name: group[name] for name in ("lr", "weight_decay", "eps")}
+            for shard in group["params"]:
+                state = self._inner.state[shard]
+                whole = shard, shard.grad, state["exp_avg"], state["exp_avg_sq"]
+                chunks = zip(*(t.view(-1).split(CHUNK_ELEMENTS) for t in whole), strict=True)
+                for weight, grad, *stored in chunks:
+                    first, second = (m.to(weight.dtype) for m in stored)
+                    step = state["step"].clone()  # counts once for all chunks
+                    adamw(
+                        [weight], [grad], [first], [second], [], [step], **fixed,
+                        beta1=beta1, beta2=beta2, amsgrad=False, maximize=False, fused=True,
+                        found_inf=self._inner.found_inf,
+                    )  # fmt: skip
+                    torch._foreach_copy_(stored, [first, second])
+                state["step"].copy_(step)
 
     def named_state(self) -> dict[str, Tensor]:
         """The optimizer's tensors by ``<parameter name>.<state name>``: live, laid out as the
