@@ -181,11 +181,11 @@ class Block(nn.Module):
     """One transformer block, normalised before attention and before the feed-forward.
 
     Attributes:
-        recompute: calls a function and computes parts of it again in the backward (activation
-            checkpointing); None keeps everything.
+        run: computes :meth:`layer` in another way, as activation checkpointing and compilation do;
+            None calls it.
     """
 
-    recompute: Callable | None = None
+    run: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
 
     def __init__(self, config: LlamaConfig):
         super().__init__()
@@ -196,11 +196,10 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """[B, S, D] -> [B, S, D]; under sequence parallelism only x is a slice of S."""
-        if self.recompute is None:
-            return self._layer(x, cos, sin)
-        return self.recompute(self._layer, x, cos, sin)
+        return (self.run or self.layer)(x, cos, sin)
 
-    def _layer(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def layer(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """What :meth:`forward` computes."""
         x = x + self.self_attn(self.input_layernorm(x), cos, sin)
         return x + self.mlp(self.post_attention_layernorm(x))
 

@@ -23,6 +23,7 @@ def parallelize(
     zero: int,
     dtype: "torch.dtype",
     activation_checkpoint: str = "none",
+    compile: bool = False,
     loss_chunks: int = 1,
     prefetch: int | None = None,
     stages: "Sequence[Stage]" = (),
@@ -38,6 +39,7 @@ def parallelize(
         zero: what the dp ranks share out.
         dtype: compute dtype.
         activation_checkpoint: "none", "selective" or "full".
+        compile: compile each block.
         loss_chunks: parts of the sequence whose logits exist at a time.
         prefetch: blocks whose parameters are gathered ahead of their use; None leaves it to FSDP2.
         stages: of this rank, in a pipeline.
@@ -67,7 +69,7 @@ def parallelize(
     for part in parts:
         if mesh["tp"].size() > 1:
             apply_tensor_parallel(part, mesh["tp"], sequence_parallel)
-        apply_activation_checkpoint(part, activation_checkpoint)
+        apply_activation_checkpoint(part, activation_checkpoint, compiled=compile)
         if "cp" in mesh.mesh_dim_names:
             apply_context_parallel(part, mesh["cp"])
         apply_fsdp(part, data, zero=zero, dtype=dtype)

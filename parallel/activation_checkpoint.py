@@ -15,6 +15,8 @@ from torch.utils.checkpoint import (
 
 from models.llama import Llama
 
+# Of torch.compile.
+COMPILE_BACKEND = "inductor"
 _aten, _comm = torch.ops.aten, torch.ops._c10d_functional
 # What is dear to compute again: matrix products, attention, and what has crossed the network.
 _KEPT = {
@@ -34,21 +36,29 @@ def _policy(_, operation, *args, **kwargs) -> CheckpointPolicy:
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def apply_activation_checkpoint(model: Llama, mode: str) -> None:
+def apply_activation_checkpoint(model: Llama, mode: str, *, compiled: bool = False) -> None:
     """Make every block of ``model`` compute again what it does not keep for the backward.
 
     Args:
         mode: "full" keeps the input of a block alone; "selective" also the results of matrix
             products, attention and collectives, so that only what is cheap is computed twice;
             "none" changes nothing.
+        compiled: compile every block with ``torch.compile``, too.
     """
-    if mode == "none":
+    if mode == "none" and not compiled:
         return
     # Nothing in a block draws random numbers.
-    recompute = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
-    if mode == "selective":
-        recompute = partial(
-            recompute, context_fn=partial(create_selective_checkpoint_contexts, _policy)
-        )
+    options = {"use_reentrant": False, "preserve_rng_state": False}
+    selective = options | {"context_fn": partial(create_selective_checkpoint_contexts, _policy)}
     for block in model.model.layers.values():
-        block.recompute = recompute
+        run = block.layer
+        # The compiler must see which operations of a block are to be computed again. A whole block
+        # is computed again from outside: within, AOTAutograd fails on the mesh of a DTensor.
+        if mode == "selective":
+            run = partial(checkpoint, run, **selective)
+        if compiled:
+            # The whole graph: a break, or one compilation per block, is an error, not just slow.
+            run = torch.compile(run, backend=COMPILE_BACKEND, fullgraph=True)
+        if mode == "full":
+            run = partial(checkpoint, run, **options)
+        block.run = run

@@ -67,17 +67,20 @@ def _mask(queries: int, keys: int) -> CausalBias:
         return causal_lower_right(queries, keys)
 
 
+# torch.compile cannot look into the making of a mask, but into what the mask then does.
+@torch.compiler.allow_in_graph
+def _attend_to_prefix(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    mask = _mask(q.shape[2], k.shape[2])
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
+
+
 def _attend(q: Tensor, k: Tensor, v: Tensor, cp_rank: int, cp: int, group: str) -> Tensor:
     """[B, heads, S / cp, head_dim] each -> [B, query heads, S / cp, head_dim]."""
     k, v = _GatherSequence.apply(torch.stack((k, v)), group, cp).unbind()
     chunk, outputs = q.shape[2] // 2, []
     for number, part in zip((cp_rank, 2 * cp - 1 - cp_rank), q.chunk(2, dim=2), strict=True):
         end = (number + 1) * chunk
-        prefix = k[:, :, :end], v[:, :, :end]
-        mask = _mask(chunk, end)
-        outputs.append(
-            F.scaled_dot_product_attention(part, *prefix, attn_mask=mask, enable_gqa=True)
-        )
+        outputs.append(_attend_to_prefix(part, k[:, :, :end], v[:, :, :end]))
     return torch.cat(outputs, dim=2)
 
 

@@ -1,5 +1,6 @@
 """Memory savers: what they change in memory, and that they change nothing else."""
 
+import shutil
 import weakref
 
 import numpy as np
@@ -9,6 +10,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks import zero_memory
 from models.config import LlamaConfig
+from parallel import activation_checkpoint
+from tests.launch import SMALL, rows, run_main
+from tests.ranks import free_port
 from tests.toy import (
     MODEL,
     SEQ_LEN,
@@ -62,6 +66,75 @@ def assert_bitwise_equal(found: dict, expected: dict) -> None:
 def test_savers_are_bitwise_nothing(saver, tp, options, plain, ranks4):
     found = ranks4.run(train_toy, tp, memory=SAVERS[saver], **options)[0]
     assert_bitwise_equal(found, plain(tp, **options))
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "tp", "options"),
+    [
+        ("full", 2, {"sp": True, "micro_batches": 2, "mask": "uneven"}),
+        ("selective", 2, {"cp": 2, "sp": True}),
+        ("none", 2, {"cp": 2}),
+        ("selective", 1, {"zero": 1, "micro_batches": 2, "dtype": "float32", "mask": "empty"}),
+        ("none", 4, {"num_key_value_heads": 1, "dtype": "bfloat16", "zero": 2}),
+    ],
+    ids=["2x2", "cp2-sp", "cp2", "4x1", "1x4"],
+)
+def test_compiled_blocks_are_bitwise_the_same(checkpoint, tp, options, plain, ranks4):
+    """Of forward and backward as torch.compile traces them, and before it fuses anything."""
+    memory = {"activation_checkpoint": checkpoint, "compile": True}
+    found = ranks4.run(train_toy, tp, memory=memory, **options)[0]
+    assert_bitwise_equal(found, plain(tp, **options))
+
+
+def train_compiled(backend: str, tp: int, **options) -> tuple[dict | None, dict]:
+    """A run with compiled blocks, and how often torch compiled what."""
+    counters = torch._dynamo.utils.counters
+    counters.clear()
+    default, activation_checkpoint.COMPILE_BACKEND = activation_checkpoint.COMPILE_BACKEND, backend
+    try:
+        found = train_toy(tp, memory={"compile": True}, **options)
+    finally:
+        activation_checkpoint.COMPILE_BACKEND = default
+    return found, {name: dict(counts) for name, counts in counters.items()}
+
+
+def test_many_blocks_are_compiled_once(ranks2):
+    """More blocks than torch compiles versions of one function before it gives up on it."""
+    options = {"sp": True, "num_hidden_layers": 12, "micro_batches": 2, "steps": 2}
+    for _, counts in ranks2.run(train_compiled, "aot_eager", 2, **options):
+        assert counts["stats"]["unique_graphs"] == 1
+        assert not counts.get("graph_break") and not counts.get("recompile_limit")
+
+
+@pytest.mark.skipif(not shutil.which("g++"), reason="torch.compile needs a C++ compiler")
+def test_the_compiler_of_a_real_run(ranks1):
+    """It fuses, and rounds in another order."""
+    (expected,) = ranks1.run(train_toy)
+    ((found, counts),) = ranks1.run(train_compiled, "inductor", 1)
+    assert 0 < deviation(found, expected) < 1e-12
+    assert counts["stats"]["unique_graphs"] == 1
+
+
+def run_compiled(argv: list[str], port: int) -> tuple[int, str]:
+    torch.compiler.reset()
+    return run_main(argv, port)
+
+
+def test_fingerprints_with_compiled_blocks(launched2, tmp_path):
+    """All but the activations within a block."""
+    records = {}
+    for name, flags in ("plain", []), ("compiled", ["--compile"]):
+        argv = [*SMALL, "--run-dir", str(tmp_path / name), "--tp", "2", "--dtype", "float64"]
+        argv += ["--steps", "2", "--fingerprint-steps", "2", *flags]
+        assert launched2.run(run_compiled, argv, free_port())[0][0] == 0
+        records[name] = rows(tmp_path / name, "fingerprints.jsonl")
+    assert len(records["plain"]) == len(records["compiled"]) == 14
+    for found, expected in zip(records["compiled"], records["plain"], strict=True):
+        assert (found["step"], found["rung"]) == (expected["step"], expected["rung"])
+        inside = {n for n in expected["values"] if found["rung"] == "activations" and "layers" in n}
+        assert found["values"].keys() == expected["values"].keys() - inside
+        for name, values in found["values"].items():
+            assert values == pytest.approx(expected["values"][name], rel=1e-10)
 
 
 @pytest.mark.parametrize("chunks", [3, 16, 100])

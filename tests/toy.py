@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from models.config import LlamaConfig
 from models.initialization import init_weights
 from models.llama import Llama
-from parallel import parallelize
+from parallel import activation_checkpoint, parallelize
 from parallel.context_parallel import local_tokens
 from parallel.layout import Launch, Layout
 from parallel.mesh import Ranks, make_mesh
@@ -34,6 +34,8 @@ MODEL = {
     "vocab_size": 64,
 }
 GLOBAL_BATCH, SEQ_LEN = 8, 16
+# Traces forward and backward as the real one does, and leaves them in torch's own operations.
+activation_checkpoint.COMPILE_BACKEND = "aot_eager"
 
 
 def make_layout(
@@ -82,6 +84,8 @@ def make_model(
     ``memory``: the memory savers among the options of :func:`parallel.parallelize`.
     """
     compute = getattr(torch, dtype)
+    if memory and memory.get("compile"):
+        torch.compiler.reset()  # what other runs of this process have compiled counts to a limit
     with torch.device("meta"):
         model = Llama(LlamaConfig(**(MODEL | fields)))
         model.to(torch.promote_types(compute, torch.float32))

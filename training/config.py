@@ -110,6 +110,11 @@ class MemorySection(Section):
         description="What a block computes again in the backward. full: everything; selective: "
         "all but matrix products, attention and collectives; none turns it off.",
     )
+    compile: bool = Field(
+        False,
+        description="Compile each block with torch.compile: the first step takes longer, the "
+        "others less; needs a C++ compiler.",
+    )
     loss_chunks: PositiveInt = Field(
         1,
         description="Parts of a sequence whose logits exist at a time; 1: those of all of it.",

@@ -191,6 +191,9 @@ class Fingerprints:
 
     def _activation_hook(self, name: str) -> Callable:
         def hook(module: nn.Module, _, output: Tensor) -> None:
+            # Compiled blocks are not looked into: their other numbers tell, too.
+            if torch.compiler.is_compiling():
+                return
             # A block that computes something again, in the backward, calls its modules once more.
             if self._step is not None and self._running is not None and output.ndim == 3:
                 self._rungs["activations"][name] += self._project_output(module, output)
