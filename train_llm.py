@@ -38,7 +38,7 @@ def main() -> None:
     with start.refusing(launch):
         tokenizer = load_tokenizer(config.data.tokenizer)
         start.resolve_vocabulary(config, layout, tokenizer)
-        ranks = init_ranks(launch, layout, config.run.comm_timeout)
+        ranks = init_ranks(launch, layout, config.run.comm_timeout, config.memory.cpu_offload)
         run, checkpoint = start.open_run(config, ranks)
         data = start.open_data(config, tokenizer, ranks)
         start.check_data(config, data, checkpoint)
@@ -54,7 +54,7 @@ def main() -> None:
         stages = start.rank_stages(config, layout, ranks)
         parts = parallelize(model, ranks.mesh, zero=layout.zero, stages=stages, **options)
         pipeline = start.make_pipeline(config, parts, stages, layout, ranks)
-        model.to_empty(device=ranks.device)
+        model.to_empty(device="cpu" if config.memory.cpu_offload else ranks.device)
         if not checkpoint and config.init_from:
             load_weights(config.init_from, model)
         elif not checkpoint:

@@ -24,6 +24,7 @@ def parallelize(
     dtype: "torch.dtype",
     activation_checkpoint: str = "none",
     compile: bool = False,
+    cpu_offload: bool = False,
     loss_chunks: int = 1,
     prefetch: int | None = None,
     stages: "Sequence[Stage]" = (),
@@ -40,6 +41,7 @@ def parallelize(
         dtype: compute dtype.
         activation_checkpoint: "none", "selective" or "full".
         compile: compile each block.
+        cpu_offload: shards and gradients are on the CPU; materialise ``model`` there.
         loss_chunks: parts of the sequence whose logits exist at a time.
         prefetch: blocks whose parameters are gathered ahead of their use; None leaves it to FSDP2.
         stages: of this rank, in a pipeline.
@@ -72,7 +74,7 @@ def parallelize(
         apply_activation_checkpoint(part, activation_checkpoint, compiled=compile)
         if "cp" in mesh.mesh_dim_names:
             apply_context_parallel(part, mesh["cp"])
-        apply_fsdp(part, data, zero=zero, dtype=dtype)
+        apply_fsdp(part, data, zero=zero, dtype=dtype, cpu_offload=cpu_offload)
         if prefetch is not None:
             set_prefetch(part, forward=prefetch, backward=prefetch)
         elif stages:

@@ -3,13 +3,26 @@
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
 from torch.distributed.tensor import DTensor, Shard
 
 from models.llama import Llama
 
 
-def apply_fsdp(model: Llama, mesh: DeviceMesh, *, zero: int, dtype: torch.dtype) -> None:
+def apply_fsdp(
+    model: Llama,
+    mesh: DeviceMesh,
+    *,
+    zero: int,
+    dtype: torch.dtype,
+    cpu_offload: bool = False,
+) -> None:
     """Shard ``model`` over the dp ``mesh``, also where it has one rank.
 
     One unit per transformer block, one for the token embedding, one for final norm and head. Tied
@@ -20,6 +33,8 @@ def apply_fsdp(model: Llama, mesh: DeviceMesh, *, zero: int, dtype: torch.dtype)
         zero: 3 frees the gathered parameters after the forward, less keeps those that the backward
             reads until then. The rest of its meaning is in :func:`begin_micro_batch`.
         dtype: compute dtype; gradients are reduced in float32, or in float64 with float64.
+        cpu_offload: shards and their gradients are on the CPU, where ``model`` must then be
+            materialised; after a backward the gradients have arrived.
     """
     low_precision = dtype if dtype == torch.bfloat16 else None
     # Inputs are not cast: the RoPE tables would lose their float32.
@@ -29,6 +44,10 @@ def apply_fsdp(model: Llama, mesh: DeviceMesh, *, zero: int, dtype: torch.dtype)
         cast_forward_inputs=False,
     )
 
+    # A CPU as the device, in tests, has nothing to pin memory for.
+    pinned = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu")
+    offload = pinned if cpu_offload else OffloadPolicy()
+
     def placement(parameter: nn.Parameter) -> Shard | None:
         return Shard(1) if _unevenly_cut_by_tp(parameter) else None
 
@@ -37,6 +56,7 @@ def apply_fsdp(model: Llama, mesh: DeviceMesh, *, zero: int, dtype: torch.dtype)
             unit,
             mesh=mesh,
             mp_policy=policy,
+            offload_policy=offload,
             reshard_after_forward=reshard_after_forward,
             shard_placement_fn=placement,
         )

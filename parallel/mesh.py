@@ -119,14 +119,16 @@ def make_mesh(device_type: str, layout: Layout) -> DeviceMesh:
     return init_device_mesh(device_type, tuple(dims.values()), mesh_dim_names=tuple(dims))
 
 
-def init_ranks(launch: Launch, layout: Layout, comm_timeout: float) -> Ranks:
+def init_ranks(
+    launch: Launch, layout: Layout, comm_timeout: float, cpu_offload: bool = False
+) -> Ranks:
     """Build the process groups and the mesh: cuda and nccl where there is CUDA, else cpu and gloo.
 
     Args:
         comm_timeout: seconds until a collective that does not complete is an error.
 
     Raises:
-        LayoutError: if there are more processes on this node than GPUs.
+        LayoutError: if there are more processes on this node than GPUs, or none to offload from.
     """
     if torch.cuda.is_available():
         if launch.local_rank >= torch.cuda.device_count():
@@ -138,6 +140,11 @@ def init_ranks(launch: Launch, layout: Layout, comm_timeout: float) -> Ranks:
         device, backend = torch.device("cuda", launch.local_rank), "cpu:gloo,cuda:nccl"
         torch.cuda.set_device(device)
     else:
+        if cpu_offload:
+            raise LayoutError(
+                f"--cpu-offload on {socket.gethostname()}, which has 0 GPUs: everything is on the "
+                "CPU already; leave it out"
+            )
         device, backend = torch.device("cpu"), "gloo"
     timeout = datetime.timedelta(seconds=comm_timeout)
     store = _meet(launch, timeout)

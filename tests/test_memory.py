@@ -1,16 +1,23 @@
 """Memory savers: what they change in memory, and that they change nothing else."""
 
+import re
 import shutil
 import weakref
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks import zero_memory
 from models.config import LlamaConfig
 from parallel import activation_checkpoint
+from parallel.layout import Launch, Layout, LayoutError
+from parallel.mesh import init_ranks
 from tests.launch import SMALL, rows, run_main
 from tests.ranks import free_port
 from tests.toy import (
@@ -23,13 +30,16 @@ from tests.toy import (
     make_ranks,
     train_toy,
 )
+from training.config import OptimizerSection
 from training.loop import batch_loss
+from training.optimizer import ShardedOptimizer
 
 SAVERS = {
     "full": {"activation_checkpoint": "full"},
     "selective": {"activation_checkpoint": "selective"},
     "prefetch": {"prefetch": 2},
     "no prefetch": {"prefetch": 0},
+    "offload": {"cpu_offload": True},
 }
 
 
@@ -135,6 +145,35 @@ def test_fingerprints_with_compiled_blocks(launched2, tmp_path):
         assert found["values"].keys() == expected["values"].keys() - inside
         for name, values in found["values"].items():
             assert values == pytest.approx(expected["values"][name], rel=1e-10)
+
+
+def test_an_offloaded_run_without_a_gpu_is_refused():
+    with pytest.raises(LayoutError) as caught:
+        init_ranks(Launch(0, 1, 0, 1), Layout(1, 1, 8, 1), 1.0, cpu_offload=True)
+    assert re.match(r"--cpu-offload on \S+, which has 0 GPUs: .*; leave it out$", str(caught.value))
+    assert not dist.is_initialized()
+
+
+def state_on_another_device() -> bool:
+    """Whether the state of offloaded parameters is handed out as it is, and not as a copy."""
+    # Of a kind of device that need not exist, since nothing is sent.
+    mesh = DeviceMesh("cuda", [0], mesh_dim_names=("dp",), _init_backend=False, _rank=0)
+    model = torch.nn.Linear(4, 2, bias=False)
+    meta = TensorMeta(model.weight.shape, model.weight.stride(), torch.float32)
+    spec = DTensorSpec(mesh, (Shard(0),), tensor_meta=meta)
+    model.weight = torch.nn.Parameter(DTensor(model.weight.detach(), spec, requires_grad=False))
+    optimizer = ShardedOptimizer(model, OptimizerSection())
+    (shard,) = optimizer.shards
+    state = optimizer._inner.state[shard]
+    named = optimizer.named_state()
+    return all(
+        named[f"weight.{key}"]._local_tensor.data_ptr() == state[key].data_ptr()
+        for key in ("exp_avg", "exp_avg_sq")
+    )
+
+
+def test_a_checkpoint_is_loaded_into_offloaded_state(ranks1):
+    assert ranks1.run(state_on_another_device) == [True]
 
 
 @pytest.mark.parametrize("chunks", [3, 16, 100])

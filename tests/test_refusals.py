@@ -588,6 +588,16 @@ def test_unknown_dataset_is_refused(tmp_path):
     assert done.stderr.startswith("train_llm.py: error: --dataset missing.txt")
 
 
+def test_offloading_without_a_gpu_is_refused(tmp_path):
+    """With the real torch, which alone can tell, and before it has a process group."""
+    argv = [str(ROOT / "train_llm.py"), "--cpu-offload", "--dataset", "synthetic"]
+    done = start(argv, tmp_path, {"CUDA_VISIBLE_DEVICES": ""})
+    assert done.returncode == 2, done.stderr
+    found = r"train_llm\.py: error: --cpu-offload on \S+, which has 0 GPUs: [^\n]+\n"
+    assert re.fullmatch(found, done.stderr), done.stderr
+    assert not (tmp_path / "runs").exists()
+
+
 TORCHRUN = {
     "--steps=0": "train_llm.py: error: --steps must be greater than 0, not 0\n",
     "--seqlen=3": "Unrecognized options: --seqlen",

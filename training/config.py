@@ -110,6 +110,11 @@ class MemorySection(Section):
         description="What a block computes again in the backward. full: everything; selective: "
         "all but matrix products, attention and collectives; none turns it off.",
     )
+    cpu_offload: bool = Field(
+        False,
+        description="Keep parameters, gradients and optimizer state in host memory and update "
+        "them there; a GPU holds what it computes with. Has not been run on a GPU.",
+    )
     compile: bool = Field(
         False,
         description="Compile each block with torch.compile: the first step takes longer, the "

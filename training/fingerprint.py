@@ -179,7 +179,7 @@ class Fingerprints:
         optimizer = self._optimizer
         self._rungs[rung] = {name: self._zero() for name in self._names}
         for name, p in zip(optimizer.names, optimizer.parameters, strict=True):
-            self._rungs[rung][name] = project_parameter(of(p))
+            self._rungs[rung][name] = project_parameter(of(p)).to(self._ranks.device)
 
     def _next_micro_batch(self, part: nn.Module, _) -> None:
         # Each stage sees the micro-batches in order.

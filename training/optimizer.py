@@ -6,6 +6,7 @@ import math
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.optim.adamw import adamw
 
 from training.config import OptimizerSection
@@ -23,8 +24,9 @@ class ShardedOptimizer:
 
     Both are elementwise, so the update needs no communication, and torch.optim sees plain tensors
     that share memory with the shards: DTensor dispatch over thousands of tensors would cost host
-    time in each step, and not every fused kernel knows DTensors. Weight decay acts on matrices
-    only. The state exists from the start, since a checkpoint is loaded into it in place.
+    time in each step, and not every fused kernel knows DTensors. Shards that are offloaded are
+    updated on the CPU. Weight decay acts on matrices only. The state exists from the start, since a
+    checkpoint is loaded into it in place.
     """
 
     def __init__(self, model: nn.Module, config: OptimizerSection):
@@ -75,7 +77,8 @@ class ShardedOptimizer:
         counted = list(itertools.compress(self.grads(), self._counted))
         squares = loss.new_zeros((), dtype=torch.float64)
         if counted:
-            squares = torch.stack(torch._foreach_norm(counted, 2, torch.float64)).square().sum()
+            norms = torch.stack(torch._foreach_norm(counted, 2, torch.float64))
+            squares = norms.square().sum().to(loss.device)
         return torch.stack((squares, loss.double()))
 
     @torch.no_grad()
@@ -83,7 +86,7 @@ class ShardedOptimizer:
         """Scale all gradients so that their global ``norm`` is at most ``max_norm``."""
         scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
         grads = self.grads()
-        torch._foreach_mul_(grads, scale.to(grads[0].dtype))
+        torch._foreach_mul_(grads, scale.to(grads[0]))
 
     def step(self, lr: float, skip: Tensor) -> None:
         """Update the weights, or change nothing where ``skip`` is 1: decided on the device.
@@ -95,7 +98,9 @@ class ShardedOptimizer:
             shard.grad = grad
         for group in self._inner.param_groups:
             group["lr"] = lr
-        self._inner.found_inf = skip
+        # A copy to the CPU waits for the device: an update there must know what it is told. torch
+        # would copy without waiting, and read whatever is there.
+        self._inner.found_inf = skip.to(self.shards[0].device)
         if self._rounded:
             # The fused kernels want moments of the dtype of the weights.
             self._update_in_chunks()
@@ -130,14 +135,10 @@ class ShardedOptimizer:
         for name, p, shard in zip(self.names, self.parameters, self.shards, strict=True):
             for key, value in self._inner.state.get(shard, {}).items():
                 if isinstance(p, DTensor) and value.ndim == p.ndim:
-                    value = DTensor.from_local(
-                        value,
-                        p.device_mesh,
-                        p.placements,
-                        run_check=False,
-                        shape=p.shape,
-                        stride=p.stride(),
-                    )
+                    # Not from_local(): of offloaded state it would make a copy on the GPU.
+                    meta = TensorMeta(p.shape, p.stride(), value.dtype)
+                    spec = DTensorSpec(p.device_mesh, p.placements, tensor_meta=meta)
+                    value = DTensor(value, spec, requires_grad=False)
                 found[f"{name}.{key}"] = value
         return found
 
