@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -16,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from benchmarks import zero_memory
 from models.config import LlamaConfig
 from parallel import activation_checkpoint
+from parallel.data_parallel import fsdp_units
 from parallel.layout import Launch, Layout, LayoutError
 from parallel.mesh import init_ranks
 from tests.launch import SMALL, rows, run_main
@@ -125,6 +127,41 @@ def test_the_compiler_of_a_real_run(ranks1):
     assert counts["stats"]["unique_graphs"] == 1
 
 
+def kept_by_a_compiled_block(mode: str) -> int:
+    """Bytes that autograd keeps of a block for its backward, beside its parameters."""
+    ranks, kept = make_ranks(1), {}
+    memory = {"activation_checkpoint": mode, "compile": True}
+    model = make_model(ranks, dtype="float32", memory=memory, zero=2, **BIG)
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    block = model.model.layers[1]
+    run = block.run
+
+    def watched(*inputs: torch.Tensor) -> torch.Tensor:
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            output = run(*inputs)
+        for p in block.parameters():
+            kept.pop(p.untyped_storage().data_ptr(), None)
+        return output
+
+    block.run = watched
+    batch_loss(model, *local_batch(0, ranks, 1, 64, "none")[0], ranks)
+    return sum(kept.values())
+
+
+def test_what_a_compiled_block_keeps(ranks1):
+    """Checkpointing says it to the compiler, too. That one keeps less than eager code anyway."""
+    none, selective, full = (
+        ranks1.run(kept_by_a_compiled_block, mode)[0] for mode in ("none", "selective", "full")
+    )
+    stream = 8 * SEQ_LEN * 64 * 4
+    assert stream <= full < 1.2 * stream
+    assert full < 0.2 * selective and selective < 0.7 * none, (full, selective, none)
+
+
 def run_compiled(argv: list[str], port: int) -> tuple[int, str]:
     torch.compiler.reset()
     return run_main(argv, port)
@@ -145,6 +182,19 @@ def test_fingerprints_with_compiled_blocks(launched2, tmp_path):
         assert found["values"].keys() == expected["values"].keys() - inside
         for name, values in found["values"].items():
             assert values == pytest.approx(expected["values"][name], rel=1e-10)
+
+
+def offloaded_units() -> tuple[int, int]:
+    """Units of an offloaded model whose shards FSDP2 keeps on the CPU, and all units."""
+    units = fsdp_units(make_model(make_ranks(1), memory={"cpu_offload": True}))
+    groups = [unit._get_fsdp_state()._fsdp_param_group for unit in units]
+    policies = [group.offload_policy for group in groups if group]
+    return sum(isinstance(policy, CPUOffloadPolicy) for policy in policies), len(policies)
+
+
+def test_every_unit_is_offloaded(ranks2):
+    """On a CPU the results cannot tell."""
+    assert ranks2.run(offloaded_units) == [(5, 5)] * 2
 
 
 def test_an_offloaded_run_without_a_gpu_is_refused():
