@@ -275,7 +275,9 @@ def make_layout(
     )
 
 
-def check_pipeline(model: LlamaConfig, layout: Layout, activation_checkpoint: str) -> None:
+def check_pipeline(
+    model: LlamaConfig, layout: Layout, activation_checkpoint: str, compile: bool
+) -> None:
     """Check that the model can be cut into stages, and that the schedule can run them.
 
     Raises:
@@ -306,6 +308,11 @@ def check_pipeline(model: LlamaConfig, layout: Layout, activation_checkpoint: st
             f"--pp-schedule {name} runs a backward in two parts, and --activation-checkpoint "
             f"{activation_checkpoint} computes a block again in one: use "
             "--activation-checkpoint none or --pp-schedule 1f1b"
+        )
+    if schedule.splits_backward and compile:
+        raise LayoutError(
+            f"--pp-schedule {name} runs a backward in two parts, and --compile makes it one: "
+            "use --no-compile or --pp-schedule 1f1b"
         )
 
 

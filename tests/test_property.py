@@ -54,7 +54,7 @@ def draw(seed: int) -> tuple[int, int, dict, dict]:
         "mask": chance.choice(["none", "uneven", "rank", "empty"]),
         "steps": 3,
     }
-    options["memory"]["compile"] = processes < 8 and chance.random() < 0.1
+    options["memory"]["compile"] = processes < 8 and not splits and chance.random() < 0.1
     return processes, tp, options, shared
 
 

@@ -222,6 +222,11 @@ ROWS = {
         world(2),
         ["--pp-schedule dualpipev", "--activation-checkpoint full", "1f1b"],
     ),
+    "pipeline-compile": (
+        "--pp 2 --pp-schedule zbv --zero 1 --compile",
+        world(2),
+        ["--pp-schedule zbv", "--compile", "--no-compile", "1f1b"],
+    ),
     "replicas-of-replicas": (
         "--dp-replicate 2 --zero 0",
         world(4),

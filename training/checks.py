@@ -65,7 +65,8 @@ def check(config: Config, launch: Launch) -> Layout:
         global_batch_size=step.global_batch_size,
         batch_size=step.batch_size,
     )
-    check_pipeline(config.model, layout, config.memory.activation_checkpoint)
+    memory = config.memory
+    check_pipeline(config.model, layout, memory.activation_checkpoint, memory.compile)
     sequence_parallel = config.layout.sequence_parallel == "on"
     check_tensor_parallel(config.model, layout, step.seq_len, sequence_parallel)
     _check_optimizer(config)
