@@ -137,7 +137,7 @@ def kept_by_a_compiled_block(mode: str) -> int:
         kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
         return tensor
 
-    block = model.model.layers[1]
+    block = model.model.layers["1"]
     run = block.run
 
     def watched(*inputs: torch.Tensor) -> torch.Tensor:

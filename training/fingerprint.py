@@ -145,6 +145,9 @@ class Fingerprints:
             with self._path.open("a", encoding="utf-8") as f:
                 for rung, named in self._rungs.items():
                     values = {name: value.tolist() for name, value in named.items()}
+                    if rung == "activations":
+                        # What no rank has seen, as the inside of a compiled block.
+                        values = {name: value for name, value in values.items() if any(value)}
                     line = {"step": self._step, "rung": rung, "values": values}
                     f.write(json.dumps(line) + "\n")
         self._step = None
