@@ -23,6 +23,7 @@ def main() -> None:
     from models.initialization import init_weights
     from models.llama import Llama
     from parallel import parallelize
+    from parallel.grad_compression import replicate
     from parallel.mesh import init_ranks
     from training import ending, start
     from training.checkpoint import Checkpointer, Progress, load_checkpoint
@@ -62,6 +63,8 @@ def main() -> None:
         optimizer = ShardedOptimizer(model, config.optimizer)
         if checkpoint:
             load_checkpoint(checkpoint, model, optimizer, progress, ranks)
+        # Mostly the model itself; a wrapper is called in its place, and has no part in the rest.
+        trained = replicate(model, config.memory.grad_compression)
 
         fingerprints = None
         if config.run.fingerprint_steps:
@@ -78,7 +81,7 @@ def main() -> None:
             report=ending.report_save(run, ranks, reporter),
         ) as checkpointer:  # fmt: skip
             stopped = train(
-                model, pipeline, optimizer, data, progress, config, layout, ranks,
+                trained, pipeline, optimizer, data, progress, config, layout, ranks,
                 reporter=reporter, meter=meter, fingerprints=fingerprints,
                 checkpointer=checkpointer, heartbeat=heartbeat, stop_requested=stop_requested,
             )  # fmt: skip

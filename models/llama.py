@@ -21,11 +21,13 @@ def local_weight(module: nn.Module) -> Tensor:
 
     A tensor-parallel style leaves the weight a DTensor and says on the module what the local
     gradient means (``grad_placements``) and, where the local part is not the shard itself, which
-    rows it is (``local_rows``).
+    rows it is (``local_rows``). A plain weight may be stored in more digits than the
+    module's ``compute_dtype``, if it has one.
     """
     weight = module.weight
     if not isinstance(weight, DTensor):
-        return weight
+        dtype = getattr(module, "compute_dtype", None)
+        return weight if dtype is None else weight.to(dtype)
     weight = weight.to_local(grad_placements=module.grad_placements)
     rows = getattr(module, "local_rows", None)
     return weight if rows is None else weight[rows]
@@ -264,6 +266,12 @@ class Llama(nn.Module):
         """
         if self.config.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
+
+    def to_empty(self, *, device: torch.device | str, recurse: bool = True) -> "Llama":
+        """As for any module; tied weights, which torch would make two, stay one."""
+        super().to_empty(device=device, recurse=recurse)
+        self.tie_weights()
+        return self
 
     def forward(
         self, tokens: Tensor, loss: Callable[[Tensor, Tensor], Tensor] | None = None

@@ -27,6 +27,7 @@ def parallelize(
     cpu_offload: bool = False,
     loss_chunks: int = 1,
     prefetch: int | None = None,
+    grad_compression: str = "none",
     stages: "Sequence[Stage]" = (),
 ) -> "list[Llama]":
     """Lay ``model`` (on the meta device) out over ``mesh``, in place.
@@ -44,6 +45,8 @@ def parallelize(
         cpu_offload: shards and gradients are on the CPU; materialise ``model`` there.
         loss_chunks: parts of the sequence whose logits exist at a time.
         prefetch: blocks whose parameters are gathered ahead of their use; None leaves it to FSDP2.
+        grad_compression: other than "none", and on more than one rank, parameters stay plain
+            tensors, for :func:`parallel.grad_compression.replicate` once they hold values.
         stages: of this rank, in a pipeline.
 
     Returns:
@@ -54,6 +57,7 @@ def parallelize(
     from parallel.activation_checkpoint import apply_activation_checkpoint
     from parallel.context_parallel import apply_context_parallel
     from parallel.data_parallel import apply_fsdp, set_prefetch
+    from parallel.grad_compression import set_compute_dtype
     from parallel.tensor_parallel import apply_tensor_parallel
 
     data = mesh["dp"]
@@ -74,6 +78,9 @@ def parallelize(
         apply_activation_checkpoint(part, activation_checkpoint, compiled=compile)
         if "cp" in mesh.mesh_dim_names:
             apply_context_parallel(part, mesh["cp"])
+        if grad_compression != "none" and mesh.size() > 1:
+            set_compute_dtype(part, dtype)
+            continue
         apply_fsdp(part, data, zero=zero, dtype=dtype, cpu_offload=cpu_offload)
         if prefetch is not None:
             set_prefetch(part, forward=prefetch, backward=prefetch)

@@ -11,6 +11,7 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 from torch.distributed.tensor import DTensor, Shard
+from torch.nn.parallel import DistributedDataParallel
 
 from models.llama import Llama
 
@@ -111,14 +112,18 @@ def set_prefetch(model: Llama, *, forward: int, backward: int) -> None:
         embedding.set_modules_to_backward_prefetch([embedding])
 
 
-def begin_micro_batch(model: FSDPModule, *, zero: int, last: bool) -> None:
+def begin_micro_batch(
+    model: FSDPModule | DistributedDataParallel, *, zero: int, last: bool
+) -> None:
     """Say what the next backward does with gradients and gathered parameters.
 
     ZeRO-2 and 3 reduce-scatter the gradients of every micro-batch, so that no rank holds more than
     its shard of them; replicas are summed over once a step. ZeRO-1 and 0 keep whole parameters and
     gradients from the first micro-batch to the last, and communicate once a step.
     """
-    if zero >= 2:
+    if isinstance(model, DistributedDataParallel):
+        model.require_backward_grad_sync = last  # as within no_sync()
+    elif zero >= 2:
         model.set_requires_all_reduce(last)
     else:
         model.set_requires_gradient_sync(last)

@@ -316,6 +316,63 @@ def check_pipeline(
         )
 
 
+# PowerSGD (Vogels et al. 2019) sends a matrix as two factors of this rank. Its appendix D needs 32
+# for a Transformer language model to learn as well as uncompressed; LSTMs do with 4.
+POWERSGD_RANK = 32
+# Steps whose gradients are whole before it begins; torch takes no fewer.
+POWERSGD_START = 2
+
+
+def powersgd_compresses(shape: tuple[int, ...]) -> bool:
+    """Whether the gradient of a parameter is sent as factors: where these have under half of it."""
+    return len(shape) == 2 and 2 * POWERSGD_RANK * sum(shape) < math.prod(shape)
+
+
+def check_grad_compression(
+    compression: str,
+    model: LlamaConfig,
+    layout: Layout,
+    *,
+    prefetch: int | None,
+    cpu_offload: bool,
+) -> None:
+    """Check that ``--grad-compression`` fits the layout and the model.
+
+    Raises:
+        LayoutError: naming the first setting that does not fit.
+    """
+    if compression == "none":
+        return
+    chosen = f"--grad-compression {compression}"
+    for name, value, needed in (
+        ("--pp", layout.pp, 1),
+        ("--tp", layout.tp, 1),
+        ("--cp", layout.cp, 1),
+        ("--dp-replicate", layout.dp_replicate, 1),
+        ("--zero", layout.zero, 0),
+    ):
+        if value != needed:
+            raise LayoutError(
+                f"{chosen} is for data parallelism alone, without shards, and not for {name} "
+                f"{value}: use {name} {needed}, or --grad-compression none"
+            )
+    if prefetch is not None:
+        raise LayoutError(
+            f"--prefetch {prefetch} gathers shards, and with {chosen} there are none: leave it out"
+        )
+    if cpu_offload:
+        raise LayoutError(
+            f"--cpu-offload keeps shards on the CPU, and with {chosen} there are none: leave it out"
+        )
+    # An unset vocabulary is not known yet; the blocks decide then.
+    shapes = model.model_copy(update={"vocab_size": model.vocab_size or 1}).parameter_shapes
+    if compression == "powersgd" and not any(map(powersgd_compresses, shapes.values())):
+        raise LayoutError(
+            f"{chosen} finds no matrix that two factors of rank {POWERSGD_RANK} would halve with "
+            f"--hidden-size {model.hidden_size}: use --grad-compression bf16"
+        )
+
+
 def check_tensor_parallel(
     model: LlamaConfig, layout: Layout, seq_len: int, sequence_parallel: bool
 ) -> None:

@@ -10,7 +10,8 @@ from torch.distributed.tensor.placement_types import Placement
 
 from models.config import LlamaConfig
 from models.llama import Llama
-from parallel.layout import Layout
+from parallel.grad_compression import SENT_AS
+from parallel.layout import POWERSGD_RANK, Layout, powersgd_compresses
 from parallel.stages import Stage, bubble_fraction
 
 
@@ -57,12 +58,12 @@ def parameter_rows(model: Llama) -> list[ParameterRow]:
     rows = []
     for name, p in model.named_parameters():
         local = p.to_local() if isinstance(p, DTensor) else p
-        placements = p.placements if isinstance(p, DTensor) else ()
+        placements = map(_short, p.placements) if isinstance(p, DTensor) else ["whole"]
         rows.append(
             ParameterRow(
                 name,
                 tuple(p.shape),
-                " ".join(map(_short, placements)),
+                " ".join(placements),
                 tuple(local.shape),
                 local.numel() * local.element_size(),
             )
@@ -78,13 +79,15 @@ def collectives(
     seq_len: int,
     sequence_parallel: bool,
     dtype: torch.dtype,
+    grad_compression: str = "none",
 ) -> list[Collective]:
     """The collectives of one optimizer step, as :func:`parallel.parallelize` arranges them.
 
     With ``stages``, those of a rank that holds these stages of a pipeline.
 
-    Left out: one all-reduce of two numbers over all ranks (loss and gradient norm), and one of a
-    small CPU vector (target tokens, stop requested).
+    With ``grad_compression`` a row stands for all buckets of gradients together; PowerSGD's first
+    steps send them whole. Left out: one all-reduce of two numbers over all ranks (loss and
+    gradient norm), and one of a small CPU vector (target tokens, stop requested).
     """
     m, size = layout.micro_batches, torch.finfo(dtype).bits // 8
     # Reductions of gradients a step: ZeRO-1 and 0 first sum over the micro-batches.
@@ -108,6 +111,11 @@ def collectives(
         both = 2 * layout.cp * tokens * heads * model.head_size * size
         add("block", "cp", "all_gather", "keys and values", 1, both)
         add("block", "cp", "reduce_scatter", "gradients of keys and values", 1, both)
+    if grad_compression != "none" and layout.world_size > 1:
+        for why, numel in _compressed(model, grad_compression):
+            bits = torch.finfo(SENT_AS[why][0]).bits if why in SENT_AS else 8 * reduced
+            add("all", "dp", "all_reduce", f"gradients: {why}", 1, numel * bits // 8, 1)
+        return found
     dp, replicas = layout.shards, layout.mesh_dims.get("dp_replicate", 1)
     name = "dp x cp" if layout.cp > 1 else "dp"
     for unit, numel, gathers in _fsdp_units(model, layout):
@@ -166,6 +174,20 @@ def _tensor_parallel(model, layout, stream, grad, sequence_parallel, times, add)
         rows = model.kv_heads * model.head_size * d * grad
         why = "gradient of a replicated k or v projection"
         add("block", "tp", "all_reduce", why, 2, rows, times)
+
+
+def _compressed(model: LlamaConfig, compression: str) -> list[tuple[str, int]]:
+    """(what is sent of all gradients, its elements), summed over the buckets."""
+    if compression in SENT_AS:
+        return [(compression, model.num_parameters)]
+    shapes = model.parameter_shapes.values()
+    factored = [shape for shape in shapes if powersgd_compresses(shape)]
+    whole = model.num_parameters - sum(map(math.prod, factored))
+    return [
+        ("vectors and small matrices", whole),
+        ("factors P", POWERSGD_RANK * sum(rows for rows, _ in factored)),
+        ("factors Q", POWERSGD_RANK * sum(columns for _, columns in factored)),
+    ]
 
 
 def _fsdp_units(model: LlamaConfig, layout: Layout) -> list[tuple[str, int, int]]:

@@ -232,6 +232,46 @@ ROWS = {
         world(4),
         ["--dp-replicate 2", "--zero 0", "all 4", "leave it out"],
     ),
+    "compression-tp": (
+        "--grad-compression bf16 --tp 2 --zero 0",
+        world(4),
+        ["--grad-compression bf16", "--tp 2", "--tp 1", "--grad-compression none"],
+    ),
+    "compression-pp": (
+        "--grad-compression bf16 --pp 2 --zero 0",
+        world(4),
+        ["--grad-compression bf16", "--pp 2", "--pp 1"],
+    ),
+    "compression-cp": (
+        "--grad-compression fp16 --cp 2 --zero 0",
+        world(4),
+        ["--grad-compression fp16", "--cp 2", "--cp 1"],
+    ),
+    "compression-replicas": (
+        "--grad-compression powersgd --dp-replicate 2",
+        world(4),
+        ["--grad-compression powersgd", "--dp-replicate 2", "--dp-replicate 1"],
+    ),
+    "compression-shards": (
+        "--grad-compression bf16",
+        world(4),
+        ["--grad-compression bf16", "--zero 3", "--zero 0"],
+    ),
+    "compression-prefetch": (
+        "--grad-compression bf16 --zero 0 --prefetch 2",
+        world(4),
+        ["--prefetch 2", "--grad-compression bf16", "leave it out"],
+    ),
+    "compression-offload": (
+        "--grad-compression bf16 --zero 0 --cpu-offload",
+        world(4),
+        ["--cpu-offload", "--grad-compression bf16", "leave it out"],
+    ),
+    "compression-small": (
+        "--grad-compression powersgd --zero 0 --hidden-size 64 --intermediate-size 64",
+        world(4),
+        ["--grad-compression powersgd", "rank 32", "--hidden-size 64", "--grad-compression bf16"],
+    ),
     "warmup-steps": (
         "--warmup-steps 20 --steps 10",
         {},

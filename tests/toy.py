@@ -14,6 +14,7 @@ from models.initialization import init_weights
 from models.llama import Llama
 from parallel import activation_checkpoint, parallelize
 from parallel.context_parallel import local_tokens
+from parallel.grad_compression import replicate
 from parallel.layout import Launch, Layout
 from parallel.mesh import Ranks, make_mesh
 from parallel.pipeline import Pipeline
@@ -177,6 +178,7 @@ def train_toy(
     updater = ShardedOptimizer(model, section)
     fault, grads, losses, norms = FaultFlag(ranks.device), {}, [], []
     vocab = model.config.vocab_size
+    trained = replicate(model, (options.get("memory") or {}).get("grad_compression", "none"))
 
     def keep_grads() -> None:
         if not grads:
@@ -189,7 +191,7 @@ def train_toy(
             continue
         batch = local_batch(step, ranks, micro_batches, vocab, mask)
         result = optimizer_step(
-            model, updater, batch, target_tokens, ranks,
+            trained, updater, batch, target_tokens, ranks,
             zero=zero, pipeline=model.pipeline, lr=section.lr, grad_clip=section.grad_clip,
             step=step + 1, fault=fault, while_reducing=keep_grads,
         )  # fmt: skip

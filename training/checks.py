@@ -13,6 +13,7 @@ from parallel.layout import (
     Launch,
     Layout,
     LayoutError,
+    check_grad_compression,
     check_pipeline,
     check_tensor_parallel,
     make_layout,
@@ -70,6 +71,13 @@ def check(config: Config, launch: Launch) -> Layout:
     sequence_parallel = config.layout.sequence_parallel == "on"
     check_tensor_parallel(config.model, layout, step.seq_len, sequence_parallel)
     _check_optimizer(config)
+    check_grad_compression(
+        memory.grad_compression,
+        config.model,
+        layout,
+        prefetch=memory.prefetch,
+        cpu_offload=memory.cpu_offload,
+    )
     if run.wandb == "online" and not wandb_key_configured():
         raise ConfigError(
             "--wandb online needs an API key and finds none: set WANDB_API_KEY, "

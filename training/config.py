@@ -129,6 +129,12 @@ class MemorySection(Section):
         description="Blocks whose parameters are gathered ahead of their use, forward and "
         "backward; none: as FSDP2 does by itself.",
     )
+    grad_compression: Literal["none", "bf16", "fp16", "powersgd"] = Field(
+        "none",
+        description="Send gradients with fewer bytes, and lose digits: in 16 bits, or as factors "
+        "of rank 32 (powersgd). For data parallelism alone, with --zero 0; one process sends "
+        "nothing, and loses nothing. none sends them whole.",
+    )
 
 
 class ModelSection(LlamaConfig, Section):

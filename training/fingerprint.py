@@ -61,11 +61,11 @@ def project(x: Tensor, start: tuple[Start, ...]) -> Tensor:
 
 def project_parameter(p: Tensor) -> Tensor:
     """[projection, squared norm] of this rank's part of a parameter, or zeros for a replica."""
-    if not isinstance(p, DTensor):
-        return project(p, (0,) * p.ndim)
-    local = p.detach()._local_tensor
+    local = p.detach()._local_tensor if isinstance(p, DTensor) else p.detach()
     if not counts_here(p) or not local.numel():
         return torch.zeros(2, dtype=torch.float64, device=local.device)
+    if not isinstance(p, DTensor):
+        return project(local, (0,) * p.ndim)
     _, start = compute_local_shape_and_global_offset(p.shape, p.device_mesh, p.placements)
     return project(local, start)
 

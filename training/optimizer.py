@@ -4,6 +4,7 @@ import itertools
 import math
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
@@ -146,10 +147,11 @@ class ShardedOptimizer:
 def counts_here(p: Tensor) -> bool:
     """Whether this rank's part of a parameter counts in a sum over all ranks.
 
-    Of ranks that hold the same part, only the first in each dim of replication does.
+    Of ranks that hold the same part, only the first in each dim of replication does. A plain
+    tensor is whole on every rank.
     """
     if not isinstance(p, DTensor):
-        return True
+        return dist.get_rank() == 0
     return all(
         at == 0
         for at, placement in zip(p.device_mesh.get_coordinate(), p.placements, strict=True)

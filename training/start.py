@@ -285,6 +285,7 @@ def parallel_options(config: Config, ranks: Ranks) -> dict:
     return {
         "sequence_parallel": tp > 1 and (setting == "on" or (setting == "auto" and auto)),
         "dtype": getattr(torch, config.step.dtype),
+        "grad_compression": config.memory.grad_compression,
     }
 
 
@@ -332,8 +333,16 @@ def describe(config: Config, layout: Layout, ranks: Ranks, checkpoint: Path | No
     ]
     if layout.pp > 1:
         lines.append(describe_pipeline(layout))
+    compression = config.memory.grad_compression
+    if compression != "none" and layout.world_size > 1:
+        lines.append(f"gradients are sent as {compression}, which loses digits")
     if checkpoint:
         lines.append(f"resumed from {checkpoint}")
+        if compression == "powersgd" and layout.world_size > 1:
+            lines.append(
+                "what PowerSGD had kept back is not in a checkpoint: its error feedback begins at "
+                "zero, and this run differs a little from one that was not stopped"
+            )
     elif config.init_from:
         lines.append(f"initial weights from {config.init_from}")
     return lines
