@@ -22,12 +22,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from parallel.layout import Launch, LayoutError, parse_layout
+from parallel.layout import POWERSGD_START, Launch, LayoutError, parse_layout
 from recipes.comparison_report import (
     Run,
     build_comparison,
     draw,
     log_to_wandb,
+    lossy,
     print_table,
     read_run,
     steps_done,
@@ -216,6 +217,18 @@ def plan_runs(
         ranks = sizes["dp_replicate"] * sizes["dp"]
         batches[i] = ["--batch-size", size, "--global-batch-size", size * ranks]
     mode, n = ["--wandb", options.wandb], options.verdict_steps
+    compression = base.memory.grad_compression
+    if options.verdict and compression != "none":
+        if options.no_reference:
+            raise ConfigError(
+                f"--verdict compares --grad-compression {compression} with one process, which "
+                "loses nothing: leave out --no-reference"
+            )
+        if compression == "powersgd" and n <= POWERSGD_START:
+            raise ConfigError(
+                f"--verdict-steps {n} end before powersgd begins to compress, after step "
+                f"{POWERSGD_START}: use --verdict-steps {POWERSGD_START + 1}"
+            )
     curves = [
         planned(name, options.out, batch + mode)
         for name, batch in zip(options.layouts, batches, strict=True)
@@ -429,11 +442,19 @@ def judge_runs(comparison: dict, folder: Path) -> list:
     base = comparison["reference"]
     others = {name: folder / name for name in labels if name != base}
     try:
-        verdicts = judge(folder / base, others)
+        losses = {name: lossy(read_run(folder / name)) for name in labels}
+        if losses[base]:
+            raise ValueError(f"the gradients of the reference {base} are compressed themselves")
+        verdicts = judge(folder / base, others, losses)
     except (OSError, ValueError) as error:
         raise RunFailedError(f"the runs in {folder} cannot be judged: {error}") from None
     for verdict in verdicts:
         fine = f"rounding (largest float64 deviation {verdict.deviation:.1e})"
+        if verdict.bound is not None:
+            fine = (
+                f"lossy, as --grad-compression {losses[verdict.layout].compression} is (largest "
+                f"float64 deviation {verdict.deviation:.1e}, bound {verdict.bound:.1e})"
+            )
         print(f"{verdict.layout}: {f'BUG: {verdict.finding}' if verdict.finding else fine}")
     # JSON has no infinity; there is a finding then.
     comparison["verdict"] = [

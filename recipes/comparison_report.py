@@ -14,13 +14,16 @@ import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TextIO
+from typing import TYPE_CHECKING, TextIO
 
 from parallel.layout import Layout, LayoutError, make_layout, parse_layout
 from training.checks import identity
 from training.config import Config, ConfigError, flag
 from training.run_dir import RunDir
 from training.wandb_run import wandb_key_configured
+
+if TYPE_CHECKING:
+    from recipes.verdict import Lossy
 
 QUANTITIES = ("loss", "grad_norm")
 NAMES = ("loss", "grad norm")
@@ -128,6 +131,14 @@ def bytes_per_step(run: Run) -> int:
     return max(totals)
 
 
+def lossy(run: Run) -> "Lossy | None":
+    """What a run loses on purpose; None on one process, which sends nothing."""
+    from recipes.verdict import Lossy
+
+    compression, ranks = run.config.memory.grad_compression, run.layout.world_size
+    return Lossy(compression, ranks) if compression != "none" and ranks > 1 else None
+
+
 def _describe(run: Run, reference: Run | None) -> dict:
     """One layout of comparison.json."""
     steps, curves, largest = [row["step"] for row in run.rows], {}, {}
@@ -143,6 +154,7 @@ def _describe(run: Run, reference: Run | None) -> dict:
         "layout": run.layout.name,
         "run_dir": str(run.path),
         "dtype": run.config.step.dtype,
+        "grad_compression": lost.compression if (lost := lossy(run)) else "none",
         "global_batch_size": run.config.step.global_batch_size,
         "batch_size": run.layout.batch_size,
         "micro_batches": run.layout.micro_batches,
@@ -166,13 +178,15 @@ def _differing(runs: list[Run]) -> dict[str, list]:
     identities = [identity(run.config) for run in runs]
     values = {flag(key): [i[key] for i in identities] for key in identities[0]}
     values["--dataset"] = [run.config.data.dataset for run in runs]
+    values["--grad-compression"] = [run.config.memory.grad_compression for run in runs]
     return {name: found for name, found in values.items() if any(v != found[0] for v in found)}
 
 
 def build_comparison(runs: list[Run], reference: Run, flags: list[str]) -> dict:
     """comparison.json, with the rounding bound of the dtype with the fewest digits.
 
-    Runs whose global batches differ are not the same training: they have no deviations.
+    Where gradients are compressed, the bound is at least that of the compression. Runs whose global
+    batches differ are not the same training: they have no deviations.
     """
     import numpy as np
 
@@ -183,12 +197,19 @@ def build_comparison(runs: list[Run], reference: Run, flags: list[str]) -> dict:
     steps = sorted({row["step"] for run in runs for row in run.rows})
     dtype = min((run.config.step.dtype for run in runs), key=PRECISIONS.index)
     bound = {q: rounding_bound(dtype, np.array(steps), q).tolist() for q in QUANTITIES}
+    losses = [lost for run in runs if (lost := lossy(run))]
+    for quantity, values in bound.items():
+        bound[quantity] = [
+            max(value, *(lost.bound(step, quantity) for lost in losses)) if losses else value
+            for step, value in zip(steps, values, strict=True)
+        ]
     return {
         "recipe": Path(reference.config.recipe).stem,
         "reference": None if batches_differ else reference.label,
         "global_batches_differ": batches_differ,
         "differing_flags": differing,
         "dtype": dtype,
+        "grad_compressions": sorted({lost.compression for lost in losses}),
         "rounding_bound": {"step": steps} | bound,
         "flags": flags,
         "layouts": [_describe(run, None if batches_differ else reference) for run in runs],
@@ -218,10 +239,7 @@ def table_rows(comparison: dict) -> tuple[list[str], list[list[str]]]:
         cells.append("unknown" if peak is None else f"{peak / 2**20:,.0f}")
         cells.append(f"{entry['bytes_per_step'] / 1e6:,.1f}")
         if judged:
-            verdict = verdicts.get(entry["label"])
-            cells.append(
-                "reference" if not verdict else "BUG" if verdict["finding"] else "rounding"
-            )
+            cells.append(_verdict_cell(verdicts.get(entry["label"])))
         rows.append(cells)
     return headers + (["verdict"] if judged else []), rows
 
@@ -233,7 +251,9 @@ def _deviation_cell(found: dict) -> str:
 def _verdict_cell(verdict: dict | None) -> str:
     if verdict is None:
         return "reference"
-    return "BUG" if verdict["finding"] else "rounding"
+    if verdict["finding"]:
+        return "BUG"
+    return "rounding" if verdict["bound"] is None else "lossy"
 
 
 def print_table(comparison: dict, stream: TextIO | None = None) -> None:
@@ -362,7 +382,8 @@ def _draw_deviations(axis, comparison: dict, quantity: str) -> None:
             values = [max(value, floor) for value in curve["value"]]
             marks = _marked(len(values), i, len(curves))
             axis.plot(curve["step"], values, markevery=marks, **style | {"linewidth": 1.2})
-    label = f"rounding bound of {comparison['dtype']}"
+    label = " and ".join([comparison["dtype"], *comparison["grad_compressions"]])
+    label = f"rounding bound of {label}"
     axis.plot(bound["step"], bound[quantity], "--", color="black", linewidth=1.5, label=label)
     axis.set_yscale("log")
     axis.set_ylim(floor / 2, 5 * max(positive, default=1e-15))

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -16,8 +17,8 @@ import pytest
 import recipes.verdict
 from recipes import compare_layouts
 from recipes.compare_layouts import main
-from recipes.comparison_report import draw, print_table
-from recipes.verdict import Verdict, rounding_bound
+from recipes.comparison_report import draw, print_table, table_rows
+from recipes.verdict import Lossy, Verdict, rounding_bound
 from tests.launch import SMALL
 from training.command_line import parse_flags
 from training.config import to_toml
@@ -247,6 +248,7 @@ def test_collect_leaves_out_or_refuses_what_has_not_finished(tmp_path, three, ca
     assert "cannot be read (JSONDecodeError" in capsys.readouterr().err
 
 
+COMPRESSED = ["--zero", "0", "--grad-compression"]
 REFUSED = {
     "name": (["--layouts", "2y4"], ["'2y4'", "2x4"]),
     "zero": (["--layouts", "0x4"], ["'0x4'", "dp x tp"]),
@@ -274,6 +276,18 @@ REFUSED = {
     "batches-global": (
         ["--layouts", "1x2", "--batch-sizes", "4", "--global-batch-size", "8"],
         ["--global-batch-size is set"],
+    ),
+    "compressed-tp": (
+        [*COMPRESSED, "bf16", "--layouts", "1x2"],
+        ["layout 1x2", "--grad-compression bf16", "--tp 2", "--tp 1"],
+    ),
+    "compressed-reference": (
+        [*COMPRESSED, "bf16", "--layouts", "2x1", "4x1", "--verdict", "--no-reference"],
+        ["--grad-compression bf16", "one process", "leave out --no-reference"],
+    ),
+    "compressed-steps": (
+        [*COMPRESSED, "powersgd", "--layouts", "2x1", "--verdict", "--verdict-steps", "2"],
+        ["--verdict-steps 2", "step 2", "--verdict-steps 3"],
     ),
     "collect-trains": (["--collect", "--out", "x"], ["--collect trains nothing"]),
 }
@@ -474,7 +488,7 @@ def test_the_verdict_decides_the_exit_code(name, trainer, tmp_path, monkeypatch,
     finding, code, line = VERDICTS[name]
     asked = []
 
-    def judge(reference, runs):
+    def judge(reference, runs, lossy):
         asked.append((str(reference), {key: str(value) for key, value in runs.items()}))
         return [Verdict("1x2", 0.0, None), Verdict("2x1", 1.2e-15, finding)]
 
@@ -503,18 +517,53 @@ def test_the_verdict_decides_the_exit_code(name, trainer, tmp_path, monkeypatch,
     assert "--verdict-steps 3 differs from the 2" in capsys.readouterr().err
 
 
+def test_compressed_gradients_are_lossy_by_intent(three, capsys, figures):
+    """The bound that is drawn, the label, and what the runs differ in."""
+    out, flags = three.parent / "out2", ("--zero", "0", "--grad-compression", "bf16")
+    write_run(out / "1x1", "1x1", *flags)
+    write_run(out / "2x1", "2x1", *flags)
+    for layout in ("1x1", "2x1"):
+        write_run(out / "float64" / layout, layout, *flags)
+
+    def judge(reference, runs, lossy):
+        # One process sends nothing, whatever its flags say.
+        assert lossy == {"1x1": None, "2x1": Lossy("bf16", 2)}
+        return [Verdict("2x1", 2e-3, None, 4e-2)]
+
+    with mock.patch.object(recipes.verdict, "judge", judge):
+        assert main(["--collect", "--out", str(out), "--verdict"]) == 0
+    text = capsys.readouterr().out
+    assert "2x1: lossy, as --grad-compression bf16 is (largest float64 deviation 2.0e-03" in text
+    found = comparison_of(out)
+    assert [cells[-1] for cells in table_rows(found)[1]] == ["reference", "lossy"]
+    assert found["rounding_bound"]["loss"][2] == Lossy("bf16", 2).bound(3, "loss")
+    legend = [words.get_text() for words in figures[0].legends[0].get_texts()]
+    assert legend[-1] == "rounding bound of float32 and bf16"
+    assert [entry["bytes_per_step"] for entry in found["layouts"]][1] == 2 * (
+        2 * 9280 + 2 * 257 * 32 + 32
+    )
+
+    assert main(["--collect", str(three / "2x1"), str(out / "2x1"), "--out", str(three)]) == 0
+    assert "the runs differ in --grad-compression: none, bf16" in capsys.readouterr().out
+    reference = ["--collect", "--out", str(out), "--verdict", "--no-reference"]
+    (out / "1x1" / "status.json").write_text('{"state": "running"}')
+    assert main(reference) == 1
+    assert "reference 2x1 are compressed themselves" in capsys.readouterr().err
+
+
 def test_runs_that_cannot_be_judged_are_no_verdict(trainer, monkeypatch, capsys):
-    def judge(reference, runs):
+    def judge(reference, runs, lossy):
         raise ValueError("did not record the same steps")
 
     monkeypatch.setattr(recipes.verdict, "judge", judge)
     assert main([*MODEL, "--steps", "4", "--layouts", "1x2", "--verdict"]) == 1
     assert "cannot be judged: did not record the same steps" in capsys.readouterr().err
     endless = [Verdict("1x2", math.inf, "step 1, loss is None")]
-    monkeypatch.setattr(recipes.verdict, "judge", lambda reference, runs: endless)
+    monkeypatch.setattr(recipes.verdict, "judge", lambda *runs: endless)
     assert main([*MODEL, "--steps", "4", "--layouts", "1x2", "--verdict"]) == 1
     found = comparison_of(Path("runs/compare-debug"))["verdict"]
-    assert found == [{"layout": "1x2", "deviation": None, "finding": "step 1, loss is None"}]
+    line = {"layout": "1x2", "deviation": None, "finding": "step 1, loss is None", "bound": None}
+    assert found == [line]
 
 
 @pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])

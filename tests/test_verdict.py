@@ -16,7 +16,8 @@ import parallel.pipeline
 import parallel.tensor_parallel
 import training.loop
 import training.optimizer
-from recipes.verdict import judge, rounding_bound
+from parallel import grad_compression
+from recipes.verdict import Lossy, judge, rounding_bound
 from tests.launch import SMALL, run_main
 from tests.ranks import free_port
 from training.data import train_batch
@@ -293,6 +294,81 @@ def test_rounding_is_no_bug(tp, masked, flags, references, launched4, fresh, tmp
     run = record(group, tmp_path / "run", "--tp", tp, *flags, masked=masked)
     (verdict,) = judge(references[masked], {"run": run})
     assert verdict.finding is None and verdict.deviation < 1e-12
+
+
+def gradients_averaged():
+    """The hook averages, and nothing makes it the sum again: Adam hides it from the loss."""
+
+    def averaged(hook):
+        def inner(state, bucket):
+            bucket.buffer().div_(torch.distributed.get_world_size())
+            return hook(state, bucket)
+
+        return inner
+
+    hooks = {name: getattr(grad_compression, name) for name in ("sum_in_16_bits", "sum_low_rank")}
+    return mock.patch.multiple(grad_compression, **{k: averaged(v) for k, v in hooks.items()})
+
+
+def gradients_not_compressed():
+    def plain(state, bucket):
+        buffer = bucket.buffer()
+        work = torch.distributed.all_reduce(buffer, async_op=True)
+        return work.get_future().then(lambda done: done.value()[0])
+
+    return mock.patch.multiple(grad_compression, sum_in_16_bits=plain, sum_low_rank=plain)
+
+
+def rank_left_out():
+    """The last rank's first parameter is not in the sum."""
+    original = grad_compression.sum_in_16_bits
+
+    def left_out(state, bucket):
+        if torch.distributed.get_rank() == 3:
+            bucket.gradients()[0].zero_()
+        return original(state, bucket)
+
+    return mock.patch.object(grad_compression, "sum_in_16_bits", left_out)
+
+
+# Wide enough that PowerSGD has something to do.
+WIDE = ["--hidden-size", 128, "--intermediate-size", 256, "--num-hidden-layers", 1]
+
+
+@pytest.fixture(scope="module")
+def wide_reference(launched1, tmp_path_factory):
+    flags = [*WIDE, "--steps", 4, "--fingerprint-steps", 4]
+    return record(launched1, tmp_path_factory.mktemp("wide"), *flags)
+
+
+@pytest.mark.parametrize(
+    ("compression", "fault", "expected"),
+    [
+        ("bf16", None, None),
+        ("fp16", None, None),
+        ("powersgd", None, None),
+        ("bf16", gradients_averaged, "step 1, gradients: model.embed_tokens.weight is"),
+        ("fp16", gradients_averaged, "step 1, gradients: model.embed_tokens.weight is"),
+        ("powersgd", gradients_averaged, "step 1, gradients: model.embed_tokens.weight is"),
+        ("bf16", rank_left_out, "step 1, gradients: lm_head.weight is"),
+        ("fp16", replicas_counted_tp_times, "step 1, grad_norm is"),
+        ("bf16", gradients_not_compressed, "step 1, gradients: all are equal"),
+        ("powersgd", gradients_not_compressed, "step 3, gradients: all are equal"),
+        ("fp16", sampler_seeded_by_rank, "step 1, tokens: inputs is"),
+    ],
+)
+def test_compressed_gradients(compression, fault, expected, wide_reference, launched4, tmp_path):
+    flags = [*WIDE, "--steps", 4, "--fingerprint-steps", 4, "--zero", 0]
+    flags += ["--grad-compression", compression]
+    run = record(launched4, tmp_path / "run", *flags, fault=fault)
+    (verdict,) = judge(wide_reference, {"4x1": run}, {"4x1": Lossy(compression, 4)})
+    if fault:
+        assert verdict.finding and verdict.finding.startswith(expected), verdict.finding
+    else:
+        assert verdict.finding is None
+        assert verdict.deviation > 1e-8 and verdict.deviation < verdict.bound <= 1
+        (exact,) = judge(wide_reference, {"4x1": run})
+        assert exact.finding and exact.bound is None
 
 
 def test_a_difference_outside_the_fingerprints_is_found(references, tmp_path):
