@@ -316,8 +316,8 @@ def check_pipeline(
         )
 
 
-# PowerSGD (Vogels et al. 2019) sends a matrix as two factors of this rank. Its appendix D needs 32
-# for a Transformer language model to learn as well as uncompressed; LSTMs do with 4.
+# PowerSGD (Vogels et al. 2019) sends a matrix as two factors of this rank. torch's documentation
+# names 1 to 4 as usual, and 32 for language, after the paper's appendix D.
 POWERSGD_RANK = 32
 # Steps whose gradients are whole before it begins; torch takes no fewer.
 POWERSGD_START = 2

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import pytest
 
 from parallel.layout import Launch, LayoutError, read_launch
+from tests import composition
 from tests.conftest import OUTSIDE
 from training import checks
 from training.command_line import parse_flags
@@ -58,6 +59,14 @@ def assert_has(message: str, *fragments: str) -> None:
     # Bounded by non-digits, so that "4" is not found in "48".
     missing = [f for f in fragments if not re.search(rf"(?<!\w){re.escape(f)}(?!\w)", message)]
     assert not missing, f"{missing} not in {message!r}"
+
+
+def test_the_table_of_what_composes_is_in_the_docs():
+    text = (ROOT / "docs/parallelism.md").read_text()
+    assert "\n".join(composition.table()) in text
+    # The schedule that the table leaves out is refused and taken with the same.
+    zbv, other = (composition.refusals_of(name) for name in ("zbv", "dualpipev"))
+    assert zbv == [why and why.replace("dualpipev", "zbv") for why in other]
 
 
 # What is said, of which values, of which flags.
