@@ -1,5 +1,5 @@
-"""What composes with what, found by asking: every pair of settings goes through the same checks as a
-start of train_llm.py, whose rules are in parallel/layout.py.
+"""What composes, found by asking: every pair of settings goes through the checks of a start of
+train_llm.py, whose rules are in parallel/layout.py.
 
     python -m tests.composition
 
@@ -53,7 +53,7 @@ NEEDS = {
 
 
 def refusal(*names: str) -> str | None:
-    """Why some settings do not go together; None if they do, "" where they contradict each other."""
+    """Why settings do not go together; None if they do, "" where they contradict each other."""
     values = {table: dict(keys) for table, keys in BASE.items()}
     for name in names:
         for table, key, value in NEEDS.get(name, []):
