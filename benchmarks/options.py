@@ -25,6 +25,7 @@ import torch.multiprocessing as multiprocessing
 from models.initialization import init_weights
 from models.llama import Llama
 from parallel import parallelize
+from parallel.grad_compression import replicate
 from parallel.layout import Launch
 from parallel.mesh import init_ranks
 from training import start
@@ -34,7 +35,8 @@ from training.loop import FaultFlag, optimizer_step
 from training.metrics import PeakMemory
 from training.optimizer import ShardedOptimizer
 
-PROCESSES, ROUNDS, STEPS = 4, 2, 3
+# PowerSGD begins with the third step.
+PROCESSES, ROUNDS, WARM_UP, STEPS = 4, 2, 2, 3
 MODEL = """
     --hidden-size 256 --intermediate-size 1024 --num-hidden-layers 4 --num-attention-heads 16
     --num-key-value-heads 8 --vocab-size 8192 --seq-len 256 --global-batch-size 16
@@ -53,6 +55,10 @@ GROUPS = {
         "--batch-size 2 --activation-checkpoint full",
         "--batch-size 2 --loss-chunks 8",
         "--batch-size 2 --prefetch 2",
+        "--batch-size 2 --compile",
+        "--batch-size 2 --optimizer-state-dtype bfloat16",
+        "--batch-size 2 --zero 0 --grad-compression bf16",
+        "--batch-size 2 --zero 0 --grad-compression powersgd",
     ],
     "pp2-dp2-tp1, 4 micro-batches": [
         "--pp 2",
@@ -84,6 +90,7 @@ def measure(rank: int, flags: list[str], port: int, out: str) -> None:
     model.to_empty(device="cpu")
     init_weights(model, 0)
     optimizer, fault = ShardedOptimizer(model, config.optimizer), FaultFlag(ranks.device)
+    trained = replicate(model, config.memory.grad_compression)
     shape = (layout.batch_size, config.step.seq_len // layout.cp)
     tokens = torch.randint(0, config.model.vocab_size, shape)
     batch = [(tokens, tokens)] * layout.micro_batches
@@ -91,16 +98,17 @@ def measure(rank: int, flags: list[str], port: int, out: str) -> None:
 
     def step(number: int) -> None:
         optimizer_step(
-            model, optimizer, batch, targets, ranks,
+            trained, optimizer, batch, targets, ranks,
             zero=layout.zero, pipeline=pipeline, lr=1e-4, grad_clip=1.0, step=number, fault=fault,
         )  # fmt: skip
 
-    step(1)
+    for number in range(1, WARM_UP + 1):
+        step(number)
     gc.collect()
     memory.reset()
     started = time.process_time()
     for number in range(STEPS):
-        step(number + 2)
+        step(WARM_UP + 1 + number)
     found = torch.tensor([(time.process_time() - started) / STEPS, memory.peak_bytes() or 0])
     totals = [torch.zeros(2) for _ in range(PROCESSES)]
     dist.all_gather(totals, found, group=ranks.control)

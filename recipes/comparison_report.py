@@ -313,7 +313,7 @@ def _title(comparison: dict) -> str:
     if comparison["global_batches_differ"]:
         return f"{what}: global batches differ, so these are different trainings"
     batch = comparison["layouts"][0]["global_batch_size"]
-    return f"{what}, global batch {batch} sequences: one training on layouts of dp x tp processes"
+    return f"{what}, global batch {batch} sequences: one training on every layout"
 
 
 def _styles(comparison: dict) -> list[dict]:
