@@ -81,8 +81,8 @@ def main() -> None:
             report=ending.report_save(run, ranks, reporter),
         ) as checkpointer:  # fmt: skip
             stopped = train(
-                trained, pipeline, optimizer, data, progress, config, layout, ranks,
-                reporter=reporter, meter=meter, fingerprints=fingerprints,
+                trained, optimizer, data, progress, config, layout, ranks,
+                pipeline=pipeline, reporter=reporter, meter=meter, fingerprints=fingerprints,
                 checkpointer=checkpointer, heartbeat=heartbeat, stop_requested=stop_requested,
             )  # fmt: skip
         ending.finish(stopped, run, progress, ranks, reporter, heartbeat)

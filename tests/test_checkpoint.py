@@ -60,12 +60,12 @@ def resaved(argv: list[str], port: int, folder: Path):
     """Run train_llm.main(), which writes what it has loaded to ``folder`` before it trains."""
     import training.loop
 
-    def save_first(model, pipeline, optimizer, data, progress, config, layout, ranks, **more):
+    def save_first(model, optimizer, data, progress, config, layout, ranks, **more):
         with Checkpointer(
             folder, model, optimizer, progress, ranks, config.run, identity={}
         ) as checkpointer:
             checkpointer.finish()
-        return real(model, pipeline, optimizer, data, progress, config, layout, ranks, **more)
+        return real(model, optimizer, data, progress, config, layout, ranks, **more)
 
     real = training.loop.train
     with mock.patch("training.loop.train", save_first):

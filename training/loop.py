@@ -178,11 +178,11 @@ def optimizer_step(
 @torch.no_grad()
 def evaluate(
     model: nn.Module,
-    pipeline: "Pipeline | None",
     data: TokenData,
     config: Config,
     layout: Layout,
     ranks: Ranks,
+    pipeline: "Pipeline | None" = None,
 ) -> dict:
     """Mean loss per token over the held-out sequences, each counted once; same on every layout.
 
@@ -291,7 +291,6 @@ class AgreedBatches:
 
 def train(
     model: nn.Module,
-    pipeline: "Pipeline | None",
     optimizer: ShardedOptimizer,
     data: TokenData,
     progress: Progress,
@@ -299,6 +298,7 @@ def train(
     layout: Layout,
     ranks: Ranks,
     *,
+    pipeline: "Pipeline | None" = None,
     meter: Meter,
     fingerprints: Fingerprints | None = None,
     reporter: Reporter | None,
@@ -372,7 +372,7 @@ def train(
         if _due(step, config.data.eval_every) and data.eval.len_with_tail:
             heartbeat.at(step, "evaluation")
             with meter.pause():
-                found = evaluate(model, pipeline, data, config, layout, ranks)
+                found = evaluate(model, data, config, layout, ranks, pipeline)
                 if reporter:
                     reporter.log_eval({"step": step, **found})
         if _due(step, run.checkpoint_every) and step < last:

@@ -151,7 +151,7 @@ def counts_here(p: Tensor) -> bool:
     tensor is whole on every rank.
     """
     if not isinstance(p, DTensor):
-        return dist.get_rank() == 0
+        return not dist.is_initialized() or dist.get_rank() == 0
     return all(
         at == 0
         for at, placement in zip(p.device_mesh.get_coordinate(), p.placements, strict=True)
