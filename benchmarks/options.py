@@ -84,7 +84,7 @@ def measure(rank: int, flags: list[str], port: int, out: str) -> None:
     with torch.device("meta"):
         model = Llama(config.model)
     options = start.parallel_options(config, ranks) | config.memory.model_dump()
-    stages = start.rank_stages(config, layout, ranks)
+    stages = layout.rank_stages(config.model, config.step.seq_len, ranks.pp_rank)
     parts = parallelize(model, ranks.mesh, zero=layout.zero, stages=stages, **options)
     pipeline = start.make_pipeline(config, parts, stages, layout, ranks)
     model.to_empty(device="cpu")

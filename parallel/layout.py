@@ -135,6 +135,15 @@ class Layout:
         """All pipeline stages in order; none without a pipeline."""
         return make_stages(model, self.pp_schedule, self.pp, seq_len) if self.pp > 1 else []
 
+    def rank_stages(self, model: LlamaConfig, seq_len: int, pp_rank: int) -> list[Stage]:
+        """The stages of the ranks at a coordinate of pp, in order; none without a pipeline."""
+        return [stage for stage in self.stages(model, seq_len) if stage.pp_rank == pp_rank]
+
+    def blocks_of(self, model: LlamaConfig, seq_len: int, pp_rank: int) -> int:
+        """Number of blocks of the ranks at a coordinate of pp."""
+        stages = self.rank_stages(model, seq_len, pp_rank)
+        return sum(len(stage.blocks) for stage in stages) or model.num_hidden_layers
+
     @property
     def data_pp_ranks(self) -> tuple[int, ...]:
         """Coordinates in pp of the ranks that read data: of the first stage, then the last."""
@@ -189,8 +198,8 @@ def _fill_pipeline(
             f"{of}, and --batch-size {batch_size} leaves {share // batch_size} of the {share} "
             f"sequences of a data-parallel rank: use --batch-size {max(fits)}"
         )
-    ranks, least = global_batch_size // share, share
-    while micro_batches_needed(schedule, pp, least):
+    ranks, unit, least = global_batch_size // share, batch_size or 1, share
+    while least % unit or micro_batches_needed(schedule, pp, least // unit):
         least += 1
     raise LayoutError(
         f"{of}, and a data-parallel rank has {share} sequences (--global-batch-size "

@@ -1,5 +1,6 @@
 """Pipeline parallelism: the stages of a rank, and the micro-batches that run through them."""
 
+import logging
 from collections.abc import Callable, Sequence
 
 import torch
@@ -18,6 +19,9 @@ from parallel.data_parallel import begin_micro_batch
 from parallel.layout import Layout
 from parallel.mesh import Ranks
 from parallel.stages import SCHEDULES, Stage
+
+# On an error each rank would print the table of its schedule.
+logging.getLogger("torch.distributed.pipelining.schedules").setLevel(logging.CRITICAL)
 
 
 def split(model: Llama, stages: Sequence[Stage]) -> list[Llama]:
@@ -151,7 +155,11 @@ class Pipeline:
         if self._last:
             targets = torch.cat([targets for _, targets in batch])
             kwargs = {"targets": targets, "target": targets, "losses": losses}
-        run(*args, return_outputs=False, **kwargs)
+        try:
+            run(*args, return_outputs=False, **kwargs)
+        except RuntimeError as error:
+            # torch wraps what fails within a stage; a lost rank or a full device is to be seen.
+            raise error.__cause__ or error from None
         total = torch.zeros((), dtype=torch.float64, device=self._device)
         for loss in losses:
             total += loss.detach()

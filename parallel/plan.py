@@ -1,5 +1,6 @@
 """What a layout holds and sends: placements and bytes of every parameter, collectives per step."""
 
+import collections
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -79,6 +80,9 @@ def collectives(
     seq_len: int,
     sequence_parallel: bool,
     dtype: torch.dtype,
+    activation_checkpoint: str = "none",
+    compile: bool = False,
+    loss_chunks: int = 1,
     grad_compression: str = "none",
 ) -> list[Collective]:
     """The collectives of one optimizer step, as :func:`parallel.parallelize` arranges them.
@@ -92,7 +96,8 @@ def collectives(
     m, size = layout.micro_batches, torch.finfo(dtype).bits // 8
     # Reductions of gradients a step: ZeRO-1 and 0 first sum over the micro-batches.
     times = m if layout.zero >= 2 else 1
-    tokens = layout.batch_size * seq_len // layout.cp
+    local_len = seq_len // layout.cp
+    tokens = layout.batch_size * local_len
     stream = tokens * model.hidden_size * size  # [B, S / cp, D]
     reduced = 8 if dtype == torch.float64 else 4  # gradients, and the numbers of the loss
     found = []
@@ -104,12 +109,17 @@ def collectives(
         # What is summed over micro-batches first is summed as it is reduced.
         grad = reduced if times < m else size
         _tensor_parallel(model, layout, stream, grad, sequence_parallel, times, add)
-        add("loss", "tp", "all_reduce", "largest logit of each token", 1, tokens * reduced)
-        add("loss", "tp", "all_reduce", "sum of exp, target logit", 1, 2 * tokens * reduced)
+        if activation_checkpoint == "full":
+            _recomputed(stream, sequence_parallel, compile, add)
+        for length, chunks in collections.Counter(_chunks(local_len, loss_chunks)).items():
+            part = layout.batch_size * length * reduced
+            add("loss", "tp", "all_reduce", "largest logit of each token", chunks, part)
+            add("loss", "tp", "all_reduce", "sum of exp, target logit", chunks, 2 * part)
     if layout.cp > 1:
         heads = model.kv_heads // layout.tp if model.kv_heads % layout.tp == 0 else 1
         both = 2 * layout.cp * tokens * heads * model.head_size * size
-        add("block", "cp", "all_gather", "keys and values", 1, both)
+        gathers = 2 if activation_checkpoint == "full" else 1
+        add("block", "cp", "all_gather", "keys and values", gathers, both)
         add("block", "cp", "reduce_scatter", "gradients of keys and values", 1, both)
     if grad_compression != "none" and layout.world_size > 1:
         for why, numel in _compressed(model, grad_compression):
@@ -176,6 +186,22 @@ def _tensor_parallel(model, layout, stream, grad, sequence_parallel, times, add)
         add("block", "tp", "all_reduce", why, 2, rows, times)
 
 
+def _recomputed(stream: int, sequence_parallel: bool, compile: bool, add) -> None:
+    # The sum at the end of a block is not needed again; only a compiled block makes it.
+    leaves, why = (2 if compile else 1), "activations, computed again"
+    if sequence_parallel:
+        add("block", "tp", "all_gather", why, 2, stream)
+        add("block", "tp", "reduce_scatter", why, leaves, stream)
+    else:
+        add("block", "tp", "all_reduce", why, leaves, stream)
+
+
+def _chunks(length: int, count: int) -> list[int]:
+    """Lengths into which ``torch.chunk`` cuts."""
+    size = -(-length // count)
+    return [min(size, length - start) for start in range(0, length, size)]
+
+
 def _compressed(model: LlamaConfig, compression: str) -> list[tuple[str, int]]:
     """(what is sent of all gradients, its elements), summed over the buckets."""
     if compression in SENT_AS:
@@ -238,12 +264,17 @@ def _stage_lines(model: LlamaConfig, layout: Layout, seq_len: int) -> list[str]:
 
 def format_plan(
     rows: list[ParameterRow],
-    sent: list[Collective],
+    sent: dict[int, list[Collective]],
     model: LlamaConfig,
     layout: Layout,
     seq_len: int,
 ) -> str:
-    """The tables as text; S(d) is a shard of dim d, R a replica."""
+    """The tables as text; S(d) is a shard of dim d, R a replica.
+
+    Args:
+        rows: parameters of rank 0.
+        sent: collectives of a rank, by its coordinate in pp.
+    """
     lines = [f"layout {layout.name}, rank 0 of {layout.world_size}", ""]
     if layout.pp > 1:
         lines += _stage_lines(model, layout, seq_len)
@@ -256,13 +287,16 @@ def format_plan(
     lines += _columns(table)
     total = sum(row.bytes for row in rows)
     lines += ["", f"total {total:,} bytes of {model.num_parameters:,} parameters on this rank", ""]
-    table = [("unit", "dim", "collective", "per step", "bytes each", "what")]
-    blocks = sum(".input_layernorm." in row.name for row in rows)
-    for c in sent:
-        unit = f"block (each of {blocks})" if c.unit == "block" else c.unit
-        table.append((unit, c.dim, c.kind, c.count, f"{c.bytes:,}", c.why))
-    lines += _columns(table) if sent else ["no collectives within the step"]
-    return "\n".join(lines)
+    for pp_rank, found in sent.items():
+        table = [("unit", "dim", "collective", "per step", "bytes each", "what")]
+        blocks = layout.blocks_of(model, seq_len, pp_rank)
+        for c in found:
+            unit = f"block (each of {blocks})" if c.unit == "block" else c.unit
+            table.append((unit, c.dim, c.kind, c.count, f"{c.bytes:,}", c.why))
+        if layout.pp > 1:
+            lines += [f"ranks of pp {pp_rank}", ""]
+        lines += [*(_columns(table) if found else ["no collectives within the step"]), ""]
+    return "\n".join(lines[:-1])
 
 
 def _columns(table: list[tuple]) -> list[str]:

@@ -121,11 +121,11 @@ def bytes_per_step(run: Run) -> int:
     device = torch.device("cpu" if run.start.get("device", "cpu") == "cpu" else "cuda")
     options = parallel_options(run.config, SimpleNamespace(tp=run.layout.tp, device=device))
     model, seq_len = run.config.model, run.config.step.seq_len
-    stages, totals = run.layout.stages(model, seq_len), []
+    totals = []
     for pp_rank in range(run.layout.pp):
-        mine = [stage for stage in stages if stage.pp_rank == pp_rank]
-        blocks = sum(len(stage.blocks) for stage in mine) or model.num_hidden_layers
-        sent = collectives(model, run.layout, stages=mine, seq_len=seq_len, **options)
+        stages = run.layout.rank_stages(model, seq_len, pp_rank)
+        blocks = run.layout.blocks_of(model, seq_len, pp_rank)
+        sent = collectives(model, run.layout, stages=stages, seq_len=seq_len, **options)
         counts = (c.count * (blocks if c.unit == "block" else 1) for c in sent)
         totals.append(sum(n * c.bytes for n, c in zip(counts, sent, strict=True)))
     return max(totals)

@@ -219,6 +219,35 @@ def fail_on_one(argv: list[str], port: int):
         return run_main(argv, port)
 
 
+def kill_one(argv: list[str], port: int):
+    """Rank 3 is gone in the middle of step 3."""
+    import models.llama
+
+    real, calls = models.llama.MLP.forward, []
+
+    def killed(self, x):
+        calls.append(1)
+        if len(calls) == 20 and os.environ["RANK"] == "3":
+            os.kill(os.getpid(), signal.SIGKILL)
+        return real(self, x)
+
+    with mock.patch.object(models.llama.MLP, "forward", killed):
+        return run_main(argv, port)
+
+
+def test_a_rank_that_is_lost_within_a_stage_is_named(tmp_path):
+    """torch's pipeline wraps what the survivors see."""
+    group = Group(4, process_group=False, timeout=60)
+    argv = [*SMALL, "--run-dir", tmp_path, "--steps", 9, "--tp", 2, "--comm-timeout", 10]
+    argv += ["--pp", 2, "--pp-schedule", "interleaved", "--num-hidden-layers", 4]
+    with pytest.raises(RankError, match="rank 3: died") as failure:
+        group.run(kill_one, [str(word) for word in argv], free_port())
+    found = status(tmp_path)
+    assert found["rank"] == 3 and found["error"].startswith("rank 3 on "), found
+    said = str(failure.value)
+    assert said.count("train_llm.py: error") == 1 and "Schedule" not in said
+
+
 def test_the_first_error_is_the_one_that_is_seen(tmp_path):
     group = Group(4, process_group=False, timeout=60)
     argv = [*SMALL, "--run-dir", tmp_path, "--steps", 9, "--tp", 2, "--checkpoint-every", 1]

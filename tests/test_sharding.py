@@ -112,12 +112,20 @@ class CountCollectives(TorchDispatchMode):
 
 
 def count_step(
-    tp: int, sizes: dict, micro_batches: int, sp: bool, dtype: str, fields: dict, schedule: str
+    tp: int,
+    sizes: dict,
+    micro_batches: int,
+    sp: bool,
+    dtype: str,
+    fields: dict,
+    schedule: str,
+    memory: dict,
 ):
     """What one optimizer step sends, and what the plan says."""
     ranks = make_ranks(tp, **sizes)
     layout = make_layout(tp, **sizes, micro_batches=micro_batches, schedule=schedule)
-    model = make_model(ranks, sp=sp, zero=layout.zero, dtype=dtype, layout=layout, **fields)
+    options = {"zero": layout.zero, "dtype": dtype, "layout": layout, "memory": memory}
+    model = make_model(ranks, sp=sp, **options, **fields)
     optimizer = ShardedOptimizer(model, OptimizerSection())
     fault, vocab = FaultFlag(ranks.device), model.config.vocab_size
     for step in (0, 1):
@@ -128,12 +136,11 @@ def count_step(
                 zero=layout.zero, pipeline=model.pipeline, lr=1e-3, grad_clip=1.0,
                 step=step + 1, fault=fault,
             )  # fmt: skip
-    stages = layout.stages(model.config, SEQ_LEN)
-    stages = [stage for stage in stages if stage.pp_rank == ranks.pp_rank]
+    stages = layout.rank_stages(model.config, SEQ_LEN, ranks.pp_rank)
     planned = collections.Counter({("all_reduce", 16): 1})  # loss and squared gradient norm
     for row in collectives(
         model.config, layout, stages=stages, seq_len=SEQ_LEN, sequence_parallel=sp,
-        dtype=getattr(torch, dtype),
+        dtype=getattr(torch, dtype), **memory,
     ):  # fmt: skip
         blocks = len(model.model.layers) if row.unit == "block" else 1
         planned[row.kind, row.bytes] += row.count * blocks
@@ -175,7 +182,23 @@ def test_collectives_equal_the_plan(
 ):
     ranks = request.getfixturevalue(group)
     args = tp, sizes, micro_batches, sp, dtype, fields, schedule or "1f1b"
-    for found, planned in ranks.run(count_step, *args):
+    for found, planned in ranks.run(count_step, *args, {}):
+        assert found == planned
+
+
+@pytest.mark.parametrize(
+    ("tp", "sizes", "sp", "memory"),
+    [
+        (2, {}, True, {"activation_checkpoint": "full", "loss_chunks": 3}),
+        (2, {"pp": 2, "zero": 1}, False, {"activation_checkpoint": "full", "loss_chunks": 2}),
+        (2, {"cp": 2}, False, {"activation_checkpoint": "full"}),
+        (2, {}, True, {"activation_checkpoint": "selective"}),
+    ],
+)
+def test_collectives_with_memory_savers_equal_the_plan(tp, sizes, sp, memory, ranks4):
+    micro_batches = 4 if "pp" in sizes else 2
+    args = tp, sizes, micro_batches, sp, "float32", {}, "1f1b", memory
+    for found, planned in ranks4.run(count_step, *args):
         assert found == planned
 
 

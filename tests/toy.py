@@ -91,8 +91,7 @@ def make_model(
         model = Llama(LlamaConfig(**(MODEL | fields)))
         model.to(torch.promote_types(compute, torch.float32))
     options = {"sequence_parallel": sp, "zero": zero, "dtype": compute, **(memory or {})}
-    stages = layout.stages(model.config, SEQ_LEN) if layout else []
-    stages = [stage for stage in stages if stage.pp_rank == ranks.pp_rank]
+    stages = layout.rank_stages(model.config, SEQ_LEN, ranks.pp_rank) if layout else []
     parts = parallelize(model, ranks.mesh, stages=stages, **options)
     model.to_empty(device="cpu")
     init_weights(model, seed=0)

@@ -176,6 +176,12 @@ def train_batch(
     return list(zip(inputs.split(batch_size), targets.split(batch_size), strict=True))
 
 
+def num_eval_batches(data: Sequences, global_batch_size: int, max_batches: int = 0) -> int:
+    """Global batches of an evaluation, at most ``max_batches``; 0: all."""
+    batches = -(-data.len_with_tail // global_batch_size)
+    return min(batches, max_batches or batches)
+
+
 def eval_batches(
     data: Sequences,
     *,
@@ -192,8 +198,7 @@ def eval_batches(
     last global batch is filled with ignored sequences. max_batches counts global batches; 0: all.
     """
     share = global_batch_size // dp
-    batches = -(-data.len_with_tail // global_batch_size)
-    for batch in range(min(batches, max_batches or batches)):
+    for batch in range(num_eval_batches(data, global_batch_size, max_batches)):
         first = batch * global_batch_size + dp_rank * share
         inputs, targets = data.read(np.arange(first, first + share))
         yield list(zip(inputs.split(batch_size), targets.split(batch_size), strict=True))

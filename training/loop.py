@@ -16,7 +16,7 @@ from parallel.mesh import Ranks
 from parallel.tensor_parallel import rows_of
 from training.checkpoint import Checkpointer, Progress
 from training.config import Config
-from training.data import TokenData, eval_batches, prefetch, train_batch
+from training.data import TokenData, eval_batches, num_eval_batches, prefetch, train_batch
 from training.fingerprint import Fingerprints
 from training.heartbeat import Heartbeat
 from training.loss import IGNORE_INDEX, chunked_cross_entropy_sum, cross_entropy_sum
@@ -190,14 +190,19 @@ def evaluate(
         ``eval_loss`` in nats per token and ``eval_tokens``, the number of targets.
     """
     total = torch.zeros(2, dtype=torch.float64, device=ranks.device)
-    batches = eval_batches(
-        data.eval,
-        global_batch_size=config.step.global_batch_size,
-        dp_rank=ranks.dp_rank,
-        dp=layout.data_ranks,
-        batch_size=layout.batch_size,
-        max_batches=config.data.eval_batches,
-    )
+    sizes = {
+        "global_batch_size": config.step.global_batch_size,
+        "max_batches": config.data.eval_batches,
+    }
+    batches = [[]] * num_eval_batches(data.eval, **sizes)
+    if ranks.pp_rank in layout.data_pp_ranks:
+        batches = eval_batches(
+            data.eval,
+            dp_rank=ranks.dp_rank,
+            dp=layout.data_ranks,
+            batch_size=layout.batch_size,
+            **sizes,
+        )
     for batch in batches:
         batch = [
             tuple(local_tokens(x, ranks.cp, ranks.cp_rank).to(ranks.device) for x in pair)

@@ -257,12 +257,6 @@ def parameter_dtype(config: Config) -> torch.dtype:
     return torch.promote_types(getattr(torch, config.step.dtype), torch.float32)
 
 
-def rank_stages(config: Config, layout: Layout, ranks: Ranks) -> list[Stage]:
-    """The pipeline stages of this rank, in order; none without a pipeline."""
-    stages = layout.stages(config.model, config.step.seq_len)
-    return [stage for stage in stages if stage.pp_rank == ranks.pp_rank]
-
-
 def make_pipeline(
     config: Config, parts: list[Llama], stages: list[Stage], layout: Layout, ranks: Ranks
 ) -> "Pipeline | None":
@@ -279,18 +273,21 @@ def make_pipeline(
 
 
 def parallel_options(config: Config, ranks: Ranks) -> dict:
-    """How the collectives are arranged; resolves ``--sequence-parallel auto``."""
+    """What decides about collectives; resolves ``--sequence-parallel auto``."""
     tp, setting = ranks.tp, config.layout.sequence_parallel
     auto = ranks.device.type == "cuda" and config.step.seq_len // config.layout.cp % tp == 0
     return {
         "sequence_parallel": tp > 1 and (setting == "on" or (setting == "auto" and auto)),
         "dtype": getattr(torch, config.step.dtype),
-        "grad_compression": config.memory.grad_compression,
+        **config.memory.model_dump(exclude={"cpu_offload", "prefetch"}),
     }
 
 
 def print_plan(config: Config, layout: Layout, launch: Launch) -> None:
-    """Print what rank 0 would hold and send under ``layout``. One process stands for all ranks."""
+    """Print what rank 0 would hold and send under ``layout``. One process stands for all ranks.
+
+    Of a pipeline, also what ranks of the second and the last coordinate send.
+    """
     if launch.rank != 0:
         return
     from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -303,9 +300,12 @@ def print_plan(config: Config, layout: Layout, launch: Launch) -> None:
     options, seq_len = parallel_options(config, ranks), config.step.seq_len
     with torch.device("meta"):
         model = Llama(config.model).to(parameter_dtype(config))
-    stages = rank_stages(config, layout, ranks)
-    parallelize(model, ranks.mesh, zero=layout.zero, stages=stages, **options)
-    sent = collectives(config.model, layout, stages=stages, seq_len=seq_len, **options)
+    stages = {i: layout.rank_stages(config.model, seq_len, i) for i in range(layout.pp)}
+    parallelize(model, ranks.mesh, zero=layout.zero, stages=stages[0], **options)
+    sent = {
+        i: collectives(config.model, layout, stages=stages[i], seq_len=seq_len, **options)
+        for i in sorted({0, 1, layout.pp - 1} & set(stages))
+    }
     print(format_plan(parameter_rows(model), sent, config.model, layout, seq_len))
     dist.destroy_process_group()
 
