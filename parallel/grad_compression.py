@@ -63,7 +63,6 @@ class Replica(DistributedDataParallel):
             _LastFirst(model),
             # Equal by construction: each value is a function of seed, name and index.
             init_sync=False,
-            broadcast_buffers=False,
             gradient_as_bucket_view=True,
             bucket_cap_mb=BUCKET_MB,
         )
