@@ -139,11 +139,6 @@ class Layout:
         """The stages of the ranks at a coordinate of pp, in order; none without a pipeline."""
         return [stage for stage in self.stages(model, seq_len) if stage.pp_rank == pp_rank]
 
-    def blocks_of(self, model: LlamaConfig, seq_len: int, pp_rank: int) -> int:
-        """Number of blocks of the ranks at a coordinate of pp."""
-        stages = self.rank_stages(model, seq_len, pp_rank)
-        return sum(len(stage.blocks) for stage in stages) or model.num_hidden_layers
-
     @property
     def data_pp_ranks(self) -> tuple[int, ...]:
         """Coordinates in pp of the ranks that read data: of the first stage, then the last."""

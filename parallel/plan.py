@@ -39,6 +39,7 @@ class Collective:
         why: what is sent.
         count: per optimizer step and unit, on every rank that has the unit.
         bytes: size of the whole tensor (the gathered one; the one before the scatter).
+        units: how many such units the rank has: its blocks, or 1.
     """
 
     unit: str
@@ -47,6 +48,7 @@ class Collective:
     why: str
     count: int
     bytes: int
+    units: int
 
 
 def _short(placement: Placement) -> str:
@@ -102,8 +104,11 @@ def collectives(
     reduced = 8 if dtype == torch.float64 else 4  # gradients, and the numbers of the loss
     found = []
 
+    blocks = sum(len(stage.blocks) for stage in stages) or model.num_hidden_layers
+
     def add(unit: str, dim: str, kind: str, why: str, count: int, size: int, times=m) -> None:
-        found.append(Collective(unit, dim, kind, why, count * times, size))
+        units = blocks if unit == "block" else 1
+        found.append(Collective(unit, dim, kind, why, count * times, size, units))
 
     if layout.tp > 1:
         # What is summed over micro-batches first is summed as it is reduced.
@@ -289,9 +294,8 @@ def format_plan(
     lines += ["", f"total {total:,} bytes of {model.num_parameters:,} parameters on this rank", ""]
     for pp_rank, found in sent.items():
         table = [("unit", "dim", "collective", "per step", "bytes each", "what")]
-        blocks = layout.blocks_of(model, seq_len, pp_rank)
         for c in found:
-            unit = f"block (each of {blocks})" if c.unit == "block" else c.unit
+            unit = f"block (each of {c.units})" if c.unit == "block" else c.unit
             table.append((unit, c.dim, c.kind, c.count, f"{c.bytes:,}", c.why))
         if layout.pp > 1:
             lines += [f"ranks of pp {pp_rank}", ""]

@@ -124,10 +124,8 @@ def bytes_per_step(run: Run) -> int:
     totals = []
     for pp_rank in range(run.layout.pp):
         stages = run.layout.rank_stages(model, seq_len, pp_rank)
-        blocks = run.layout.blocks_of(model, seq_len, pp_rank)
         sent = collectives(model, run.layout, stages=stages, seq_len=seq_len, **options)
-        counts = (c.count * (blocks if c.unit == "block" else 1) for c in sent)
-        totals.append(sum(n * c.bytes for n, c in zip(counts, sent, strict=True)))
+        totals.append(sum(c.count * c.units * c.bytes for c in sent))
     return max(totals)
 
 

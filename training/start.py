@@ -300,11 +300,12 @@ def print_plan(config: Config, layout: Layout, launch: Launch) -> None:
     options, seq_len = parallel_options(config, ranks), config.step.seq_len
     with torch.device("meta"):
         model = Llama(config.model).to(parameter_dtype(config))
-    stages = {i: layout.rank_stages(config.model, seq_len, i) for i in range(layout.pp)}
+    shown = sorted({0, min(1, layout.pp - 1), layout.pp - 1})
+    stages = {i: layout.rank_stages(config.model, seq_len, i) for i in shown}
     parallelize(model, ranks.mesh, zero=layout.zero, stages=stages[0], **options)
     sent = {
         i: collectives(config.model, layout, stages=stages[i], seq_len=seq_len, **options)
-        for i in sorted({0, 1, layout.pp - 1} & set(stages))
+        for i in shown
     }
     print(format_plan(parameter_rows(model), sent, config.model, layout, seq_len))
     dist.destroy_process_group()
