@@ -167,6 +167,17 @@ def parse_layout(name: str) -> dict[str, int]:
     return {name: int(size or 1) for name, size in zip(names, found, strict=True)}
 
 
+def layout_flags(name: str) -> list[str]:
+    """The flags of train_llm.py that make the layout of a name; dp is what is left.
+
+    Raises:
+        LayoutError: if it is none.
+    """
+    sizes = parse_layout(name)
+    flags = [(f"--{key.replace('_', '-')}", str(size)) for key, size in sizes.items()]
+    return [word for pair in flags if pair[0] != "--dp" for word in pair]
+
+
 def _divisors(n: int) -> str:
     found = [str(d) for d in range(1, n + 1) if n % d == 0]
     return ", ".join(found[:-1]) + (" or " if len(found) > 1 else "") + found[-1]

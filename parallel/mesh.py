@@ -97,9 +97,10 @@ def _slurm_address() -> None:
                 "cannot list the nodes of the SLURM step: set MASTER_ADDR to the first one"
             )
         os.environ["MASTER_ADDR"] = found.stdout.split()[0]
-    # Derived from the job, so that two jobs on one node do not meet.
+    # Derived from the job, so that two jobs on one node do not meet; below the ports that the
+    # kernel gives to connections.
     job, step = int(os.environ.get("SLURM_JOB_ID", 0)), int(os.environ.get("SLURM_STEP_ID", 0))
-    os.environ.setdefault("MASTER_PORT", str(20000 + (job * 7 + step) % 20000))
+    os.environ.setdefault("MASTER_PORT", str(20000 + (job * 7 + step) % 12000))
 
 
 def _meet(launch: Launch, timeout: datetime.timedelta) -> dist.Store:

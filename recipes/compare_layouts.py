@@ -22,7 +22,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from parallel.layout import POWERSGD_START, Launch, LayoutError, parse_layout
+from parallel.layout import POWERSGD_START, Launch, LayoutError, layout_flags, parse_layout
 from recipes.comparison_report import (
     Run,
     build_comparison,
@@ -33,8 +33,8 @@ from recipes.comparison_report import (
     read_run,
     steps_done,
 )
-from training.checks import check
-from training.command_line import parse_flags
+from training.checks import check_ahead
+from training.command_line import Parser, parse_flags
 from training.config import Config, ConfigError, flag
 from training.files import write_atomic
 from training.run_dir import RunDir
@@ -82,11 +82,6 @@ class PlannedRun:
         return [sys.executable, *launcher, str(TRAIN), *self.flags]
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str):
-        raise ConfigError(message)
-
-
 def _positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a positive whole number")
@@ -99,12 +94,10 @@ def parse_command(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     Raises:
         ConfigError: in one line. SystemExit: with 0, for --help.
     """
-    parser = _Parser(
+    parser = Parser(
         prog="python -m recipes.compare_layouts",
         usage="%(prog)s [option ...] [any train_llm flag ...]",
         description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
         add_help=False,
     )
     add = parser.add_argument
@@ -189,23 +182,13 @@ def plan_runs(
     common = ["--log-every", "1", *train_flags]
     base = parse_flags(common)
     options.out = options.out or Path("runs") / f"compare-{Path(base.recipe).stem}"
-    vocab_size = base.model.vocab_size
-    if vocab_size is None:
-        from training.tokens import load_tokenizer
-
-        vocab_size = load_tokenizer(base.data.tokenizer).vocab_size
 
     def planned(name: str, folder: Path, flags: list) -> PlannedRun:
         try:
-            sizes = parse_layout(name)
-            world_size, run_dir = math.prod(sizes.values()), folder / name
-            flags = [*common, *map(str, flags), "--run-dir", str(run_dir)]
-            for size, value in sizes.items():
-                flags += [flag(size), str(value)] if size != "dp" else []
+            world_size, run_dir = math.prod(parse_layout(name).values()), folder / name
+            flags = [*common, *map(str, flags), "--run-dir", str(run_dir), *layout_flags(name)]
             config = parse_flags(flags, console=False)
-            checked = config.model_copy(deep=True)
-            checked.model.vocab_size = vocab_size
-            check(checked, Launch(0, world_size, 0, world_size))
+            check_ahead(config, Launch(0, world_size, 0, world_size))
         except (ConfigError, LayoutError) as error:
             raise ConfigError(f"layout {name}: {error}") from None
         name = str(run_dir.relative_to(options.out))

@@ -23,6 +23,7 @@ from models.hf import INDEX, hf_config
 from parallel.layout import Launch, LayoutError, read_launch
 from training.checkpoint_dir import DamageError, check_file, read_checkpoint_state, read_sums
 from training.checks import refuse
+from training.command_line import Parser
 from training.config import ConfigError
 from training.files import sync, write_atomic
 from training.run_dir import RunDir
@@ -32,25 +33,16 @@ DTYPES = ("bfloat16", "float16", "float32", "float64")
 POLL_S = 0.2
 
 
-class Parser(argparse.ArgumentParser):
-    """A command about a run or a checkpoint; raises :class:`ConfigError` for a bad command line."""
-
-    def __init__(self, name: str, description: str):
-        super().__init__(
-            prog=f"python -m recipes.{name}",
-            description=description,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-            allow_abbrev=False,
-        )
-        self.add_argument(
-            "path",
-            type=Path,
-            metavar="RUN_OR_CHECKPOINT",
-            help="a run directory (its newest checkpoint is taken), or a checkpoint",
-        )
-
-    def error(self, message: str):
-        raise ConfigError(message)
+def make_parser(name: str, description: str) -> Parser:
+    """The parser of a command of recipes/ about a run or a checkpoint."""
+    parser = Parser(prog=f"python -m recipes.{name}", description=description)
+    parser.add_argument(
+        "path",
+        type=Path,
+        metavar="RUN_OR_CHECKPOINT",
+        help="a run directory (its newest checkpoint is taken), or a checkpoint",
+    )
+    return parser
 
 
 def find_checkpoint(path: Path) -> Path:
@@ -279,7 +271,7 @@ def parse_command(argv: list[str]) -> argparse.Namespace:
     Raises:
         ConfigError: in one line. SystemExit: with 0, for --help.
     """
-    parser = Parser("export_hf", __doc__)
+    parser = make_parser("export_hf", __doc__)
     add = parser.add_argument
     add("out", type=Path, metavar="OUT_DIR", help="a directory that is new or empty")
     add("--dtype", choices=DTYPES,

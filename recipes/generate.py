@@ -18,10 +18,10 @@ from models.config import LlamaConfig
 from models.hf import hf_config
 from parallel.layout import Launch, Layout, LayoutError, read_launch
 from recipes.export_hf import (
-    Parser,
     check_share,
     find_checkpoint,
     load_tensors,
+    make_parser,
     read_identity,
 )
 from training.checks import refuse
@@ -158,7 +158,7 @@ def parse_command(argv: list[str]) -> argparse.Namespace:
     Raises:
         ConfigError: in one line. SystemExit: with 0, for --help.
     """
-    parser = Parser("generate", __doc__)
+    parser = make_parser("generate", __doc__)
     add = parser.add_argument
     add("--prompt", default="", metavar="TEXT",
         help="how the text starts (default: nothing)")  # fmt: skip

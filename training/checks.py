@@ -93,6 +93,20 @@ def check(config: Config, launch: Launch) -> Layout:
     return layout
 
 
+def check_ahead(config: Config, launch: Launch) -> Layout:
+    """Check a run that is yet to be launched, with the vocabulary of its tokenizer if none is set.
+
+    Raises:
+        ConfigError, LayoutError: in one line.
+    """
+    config = config.model_copy(deep=True)
+    if config.model.vocab_size is None:
+        from training.tokens import load_tokenizer
+
+        config.model.vocab_size = load_tokenizer(config.data.tokenizer).vocab_size
+    return check(config, launch)
+
+
 def _check_optimizer(config: Config) -> None:
     optimizer, stored = config.optimizer, config.optimizer.optimizer_state_dtype
     decay_steps = optimizer.lr_decay_steps or config.step.steps

@@ -3,6 +3,7 @@
 Precedence: flag > ``--model-config`` or ``--init-from`` > recipe.
 """
 
+import argparse
 import contextlib
 import difflib
 import io
@@ -18,6 +19,19 @@ from models.config import RopeScaling, read_hf_config
 from training.config import Config, ConfigError, ModelSection, flag
 
 RECIPES = Path(__file__).parent.parent / "recipes"
+
+
+class Parser(argparse.ArgumentParser):
+    """The options of a command other than training; a bad one is a :class:`ConfigError`."""
+
+    def __init__(self, **options):
+        super().__init__(
+            formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False, **options
+        )
+
+    def error(self, message: str):
+        """Raise ``message`` instead of printing the usage."""
+        raise ConfigError(message)
 
 
 def _early_flag(argv: list[str], name: str) -> str | None:

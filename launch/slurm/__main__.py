@@ -1,0 +1,263 @@
+"""Write the batch script of a training, or submit it. Runs on the login node.
+
+    python -m launch.slurm --nodes 4 --gpus-per-node 8 -- --recipe llama3_8b --tp 4
+
+prints the script, whose flags have been checked for that many processes as train_llm.py checks
+them. With --submit it is written to runs/<job name>.sbatch and given to sbatch.
+"""
+
+import argparse
+import math
+import os
+import shlex
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+from pydantic import Field
+
+from parallel.layout import Launch, LayoutError, layout_flags, parse_layout
+from training.checks import check_ahead, check_resume, find_checkpoint
+from training.command_line import Parser, parse_flags
+from training.config import Config, ConfigError, Section
+
+HERE = Path(__file__).parent
+REPO = HERE.parent.parent
+SITE = HERE / "site.toml"
+# An allocation for a person's shell has no output file and nothing to requeue.
+BATCH_ONLY = ("output", "open-mode", "requeue", "signal")
+
+
+class Site(Section):
+    """What differs between clusters; the keys of site.example.toml."""
+
+    sbatch: dict[str, str | int | bool] = Field(default_factory=dict)
+    modules: list[str] = Field(default_factory=list)
+    activate: Path | None = None
+    env: dict[str, str] = Field(default_factory=dict)
+    container_image: str | None = None
+    container_mounts: list[str] = Field(default_factory=list)
+
+
+def read_site(path: Path) -> Site:
+    """Read a site's settings; all defaults if there is no ``site.toml``.
+
+    Raises:
+        ConfigError: in one line, if the file cannot be read or holds an unknown key.
+    """
+    if path == SITE and not path.exists():
+        return Site()
+    try:
+        with path.open("rb") as f:
+            site = Site(**tomllib.load(f))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--site {path}: {error}") from None
+    except ConfigError as error:
+        raise ConfigError(f"--site {path}: {error}") from None
+    if site.activate and not (REPO / site.activate).is_file():
+        raise ConfigError(f"--site {path}: activate: there is no file {REPO / site.activate}")
+    return site
+
+
+def parse_command(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Our own options, and after ``--`` the flags of train_llm.py.
+
+    Raises:
+        ConfigError: in one line. SystemExit: with 0, for --help.
+    """
+    parser = Parser(
+        prog="python -m launch.slurm",
+        usage="%(prog)s [option ...] -- [train_llm flag ...]",
+        description=__doc__,
+    )
+    add = parser.add_argument
+    add("--nodes", type=int, default=1, metavar="N", help="nodes of a run (default: 1)")
+    add("--gpus-per-node", type=int, default=8, metavar="G",
+        help="GPUs, and processes, of a node; 0: a cluster without GPUs (default: 8)")  # fmt: skip
+    add("--processes-per-node", type=int, metavar="P",
+        help="processes of a node, if not one per GPU")  # fmt: skip
+    add("--layouts", nargs="+", metavar="DPxTP",
+        help="a job array with one layout per task, and one comparison of them: 1x8 2x4, or with "
+        "more dims rep2-dp2-cp2-tp1")  # fmt: skip
+    add("--sbatch", nargs="+", default=[], metavar="OPTION=VALUE",
+        help="any option of sbatch: --sbatch time=4:00:00 partition=long exclusive=")  # fmt: skip
+    add("--site", type=Path, default=SITE, metavar="FILE",
+        help="this cluster's settings (default: launch/slurm/site.toml, if there is one; "
+        "site.example.toml explains it)")  # fmt: skip
+    do = parser.add_mutually_exclusive_group()
+    do.add_argument("--submit", action="store_true", help="write the script and submit it")
+    do.add_argument("--interactive", action="store_true",
+        help="write the script and open a shell in an allocation (salloc), from which it can be "
+        "started again and again")  # fmt: skip
+    split = argv.index("--") if "--" in argv else len(argv)
+    options, train_flags = parser.parse_args(argv[:split]), argv[split + 1 :]
+    if options.processes_per_node is None:
+        options.processes_per_node = options.gpus_per_node
+    if min(options.nodes, options.processes_per_node) < 1:
+        raise ConfigError(
+            f"--nodes {options.nodes} with {options.processes_per_node} processes each: "
+            "--nodes, and --gpus-per-node or --processes-per-node, must be 1 or more"
+        )
+    if options.layouts and options.interactive:
+        raise ConfigError("--layouts is a job array: leave out --interactive")
+    return options, train_flags
+
+
+def check_run(options: argparse.Namespace, train_flags: list[str]) -> Config:
+    """Check the run, or that of each layout, as train_llm.py on the nodes would.
+
+    Raises:
+        ConfigError, LayoutError: in one line. SystemExit: from tyro, which has said more.
+    """
+    per_node = options.processes_per_node
+    launch = Launch(0, options.nodes * per_node, 0, per_node)
+    if not options.layouts:
+        config = parse_flags(train_flags)
+        check_ahead(config, launch)
+        if checkpoint := find_checkpoint(config):
+            check_resume(config, checkpoint)
+        return config
+    for name in options.layouts:
+        size = math.prod(parse_layout(name).values())
+        if size != launch.world_size:
+            raise ConfigError(
+                f"--layouts {name} has {size} ranks, and --nodes {options.nodes} of {per_node} "
+                f"processes are {launch.world_size}"
+            )
+        config = parse_flags(
+            [*train_flags, *layout_flags(name)], console=name == options.layouts[0]
+        )
+        check_ahead(config, launch)
+    return config
+
+
+def sbatch_options(template: str, options: argparse.Namespace, site: Site, name: str) -> dict:
+    """The options of the ``#SBATCH`` lines: the template's, under the site's, under the command's.
+
+    Raises:
+        ConfigError: for one that the template must set itself, or without a value.
+    """
+    lines = [x.removeprefix("#SBATCH --") for x in template.splitlines() if x.startswith("#SBATCH")]
+    found = {key: value for key, _, value in (line.partition("=") for line in lines)}
+    given = dict(site.sbatch)
+    for item in options.sbatch:
+        key, equals, value = item.removeprefix("--").partition("=")
+        if not equals:
+            raise ConfigError(f"--sbatch {item}: write {key}=VALUE, or {key}= if it has no value")
+        given[key] = value
+    for key in ("nodes", "ntasks-per-node", "gpus-per-node", "array"):
+        if key in given:
+            raise ConfigError(
+                f"--sbatch {key} is set here: use --nodes, --gpus-per-node or --layouts"
+            )
+    found |= {"job-name": name, "nodes": options.nodes, "gpus-per-node": options.gpus_per_node}
+    if options.layouts:
+        found["array"] = f"0-{len(options.layouts) - 1}"
+    if not options.gpus_per_node:
+        del found["gpus-per-node"]
+    found |= {"chdir": REPO} | {k: "" if v is True else v for k, v in given.items()}
+    return {key: str(value) for key, value in found.items() if value is not False}
+
+
+def as_words(options: dict[str, str]) -> list[str]:
+    """``--key=value`` each, quoted as both a shell and sbatch read it."""
+    return [f"--{k}={shlex.quote(v)}" if v else f"--{k}" for k, v in options.items()]
+
+
+def environment(options: argparse.Namespace, site: Site) -> list[str]:
+    """The shell lines that prepare the environment of the job."""
+    lines = [f"module load {shlex.quote(module)}" for module in site.modules]
+    if site.activate:
+        lines.append(f"source {shlex.quote(str(site.activate))}")
+    lines += [f"export {key}={shlex.quote(value)}" for key, value in site.env.items()]
+    if options.processes_per_node != options.gpus_per_node:
+        lines.append(f"export PET_NPROC_PER_NODE={options.processes_per_node}")
+    return lines
+
+
+def container(site: Site) -> list[str]:
+    """Options of srun for a container of pyxis and enroot."""
+    if not site.container_image:
+        return []
+    mounts = ",".join([f"{REPO}:{REPO}", *site.container_mounts])
+    return [
+        f"--container-image={site.container_image}",
+        f"--container-mounts={mounts}",
+        f"--container-workdir={REPO}",
+    ]
+
+
+def _put(script: str, line: str, text: str) -> str:
+    before, found, after = script.partition(f"\n{line}\n")
+    assert found, f"the template has no line {line!r}"
+    return f"{before}\n{text}\n{after}" if text else f"{before}\n{after}"
+
+
+def render(
+    options: argparse.Namespace, train_flags: list[str], site: Site, run_dir: Path, argv: list[str]
+) -> tuple[str, dict[str, str]]:
+    """The script, complete in itself, and its options of sbatch.
+
+    Args:
+        run_dir: of the run; with ``--layouts``, the directory that holds one for each.
+        argv: the command that is noted in the script.
+    """
+    template = "compare_layouts.sbatch" if options.layouts else "train.sbatch"
+    script = (HERE / template).read_text("utf-8")
+    sbatch = sbatch_options(script, options, site, run_dir.name)
+    body = [line for line in script.splitlines() if not line.startswith("#SBATCH")]
+    start = body.index("set -euo pipefail")
+    head = ["#!/bin/bash", f"# Written by: {shlex.join(['python', '-m', 'launch.slurm', *argv])}"]
+    head += [f"#SBATCH {word}" for word in as_words(sbatch)]
+    script = "\n".join([*head, *body[start:]]) + "\n"
+    script = _put(script, "# site: modules, environment", "\n".join(environment(options, site)))
+    script = _put(script, "srun_options=()", f"srun_options=({shlex.join(container(site))})")
+    shared = (HERE / "run.sh").read_text("utf-8").rstrip()
+    script = _put(script, "source launch/slurm/run.sh", "\n" + shared)
+    flags, folder = shlex.join(train_flags), shlex.quote(str(run_dir))
+    if not options.layouts:
+        script = _put(script, 'flags=("$@")', f"flags=({flags})")
+        return _put(script, "run_dir=runs/$SLURM_JOB_NAME", f"run_dir={folder}"), sbatch
+    names = shlex.join(options.layouts)
+    each = " ".join(f'"{shlex.join(layout_flags(name))}"' for name in options.layouts)
+    script = _put(script, "layouts=(1x8 2x4 4x2 8x1)", f"layouts=({names})")
+    script = _put(
+        script, 'layout_flags=("--tp 8" "--tp 4" "--tp 2" "--tp 1")', f"layout_flags=({each})"
+    )
+    script = _put(script, 'flags+=("$@")', f"flags+=({flags})")
+    return _put(script, "out=runs/$SLURM_JOB_NAME", f"out={folder}"), sbatch
+
+
+def main(argv: list[str]) -> int:
+    """The command; its exit code."""
+    try:
+        options, train_flags = parse_command(argv)
+        if Path.cwd() != REPO:
+            raise ConfigError(f"the paths of a run start in the repository: cd {REPO}")
+        site = read_site(options.site)
+        config = check_run(options, train_flags)
+        run_dir = config.run_dir
+        if options.layouts and not config.run.run_dir:
+            run_dir = Path("runs") / f"compare-{Path(config.recipe).stem}"
+        script, sbatch = render(options, train_flags, site, run_dir, argv)
+    except (ConfigError, LayoutError) as error:
+        print(f"launch.slurm: error: {error}", file=sys.stderr)
+        return 2
+    if not options.submit and not options.interactive:
+        print(script, end="")
+        return 0
+    file = REPO / "runs" / f"{sbatch['job-name']}.sbatch"
+    file.parent.mkdir(exist_ok=True)
+    file.write_text(script, "utf-8")
+    print(f"written: {file}")
+    if options.submit:
+        return subprocess.run(["sbatch", str(file)]).returncode
+    words = as_words({k: v for k, v in sbatch.items() if k not in BATCH_ONLY})
+    command = ["salloc", *(word.replace("'", "") for word in words), "bash"]
+    print(f"$ {' '.join(command)}\nin that shell, as often as you like: bash {file}", flush=True)
+    os.execvp(command[0], command)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
