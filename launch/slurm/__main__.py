@@ -169,6 +169,7 @@ def environment(options: argparse.Namespace, site: Site) -> list[str]:
     """The shell lines that prepare the environment of the job."""
     lines = [f"module load {shlex.quote(module)}" for module in site.modules]
     if site.activate:
+        lines.append("# shellcheck source=/dev/null")
         lines.append(f"source {shlex.quote(str(site.activate))}")
     lines += [f"export {key}={shlex.quote(value)}" for key, value in site.env.items()]
     if options.processes_per_node != options.gpus_per_node:
@@ -177,15 +178,12 @@ def environment(options: argparse.Namespace, site: Site) -> list[str]:
 
 
 def container(site: Site) -> list[str]:
-    """Options of srun for a container of pyxis and enroot."""
+    """Options of srun for a container of pyxis and enroot, as words of the script."""
     if not site.container_image:
         return []
     mounts = ",".join([f"{REPO}:{REPO}", *site.container_mounts])
-    return [
-        f"--container-image={site.container_image}",
-        f"--container-mounts={mounts}",
-        f"--container-workdir={REPO}",
-    ]
+    options = {"image": site.container_image, "mounts": mounts, "workdir": REPO}
+    return [f'--container-{key}="{value}"' for key, value in options.items()]
 
 
 def _put(script: str, line: str, text: str) -> str:
@@ -212,7 +210,7 @@ def render(
     head += [f"#SBATCH {word}" for word in as_words(sbatch)]
     script = "\n".join([*head, *body[start:]]) + "\n"
     script = _put(script, "# site: modules, environment", "\n".join(environment(options, site)))
-    script = _put(script, "srun_options=()", f"srun_options=({shlex.join(container(site))})")
+    script = _put(script, "srun_options=()", f"srun_options=({' '.join(container(site))})")
     shared = (HERE / "run.sh").read_text("utf-8").rstrip()
     script = _put(script, "source launch/slurm/run.sh", "\n" + shared)
     flags, folder = shlex.join(train_flags), shlex.quote(str(run_dir))
