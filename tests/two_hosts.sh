@@ -9,6 +9,11 @@ dir=$(realpath "${1:?usage: $0 DIR [train_llm flag ...]}")
 shift
 cd "$(dirname "$0")/.."
 steps=400 timeout=20 run_dir=$dir/run
+small=(
+    --hidden-size 32 --intermediate-size 64 --num-hidden-layers 2 --num-attention-heads 4
+    --num-key-value-heads 2 --seq-len 32 --dataset synthetic --wandb disabled
+    --log-every 1 --eval-every 0 --checkpoint-every 25
+)
 rm -rf "$run_dir"
 mkdir -p "$dir"
 
@@ -37,7 +42,7 @@ start() {
     for i in 0 1; do
         PET_NPROC_PER_NODE=2 ip netns exec host$i unshare --uts bash -c \
             "hostname host$i && exec launch/torchrun_multinode.sh 2 $i host0:29500 \"\$@\"" host \
-            train_llm.py --steps $steps --comm-timeout $timeout --run-dir "$run_dir" "${@:2}" \
+            train_llm.py --steps $steps --comm-timeout $timeout --run-dir "$run_dir" "${small[@]}" "${@:2}" \
             > "$dir/host$i.$1.log" 2>&1 &
         pids+=($!)
     done
