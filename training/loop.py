@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.profiler import record_function
 
 from parallel.context_parallel import local_tokens
 from parallel.data_parallel import begin_micro_batch, reshard
@@ -77,8 +78,10 @@ def forward_backward(
     share = torch.zeros((), dtype=torch.float64, device=ranks.device)
     for number, (inputs, targets) in enumerate(batch, start=1):
         begin_micro_batch(model, zero=zero, last=number == len(batch))
-        loss = batch_loss(model, inputs, targets, ranks) / target_tokens
-        loss.backward()
+        with record_function("forward"):
+            loss = batch_loss(model, inputs, targets, ranks) / target_tokens
+        with record_function("backward"):
+            loss.backward()
         share += loss.detach()
     return share
 
@@ -158,18 +161,20 @@ def optimizer_step(
     while_reducing()
     if fingerprints:
         fingerprints.gradients()
-    local = optimizer.local_sums(share)
-    sums = local.clone()
-    if ranks.tp_rank != 0:
-        # All tp ranks of a dp rank hold the same loss; one of them counts.
-        sums[1] = 0
-    dist.all_reduce(sums)
-    norm = sums[0].sqrt()
-    skip = fault.record(step, sums, local)
-    if grad_clip:
-        optimizer.clip(norm, grad_clip)
-    optimizer.step(lr, skip)
-    optimizer.zero_grad()
+    with record_function("gradient norm"):
+        local = optimizer.local_sums(share)
+        sums = local.clone()
+        if ranks.tp_rank != 0:
+            # All tp ranks of a dp rank hold the same loss; one of them counts.
+            sums[1] = 0
+        dist.all_reduce(sums)
+        norm = sums[0].sqrt()
+        skip = fault.record(step, sums, local)
+        if grad_clip:
+            optimizer.clip(norm, grad_clip)
+    with record_function("update"):
+        optimizer.step(lr, skip)
+        optimizer.zero_grad()
     if fingerprints:
         fingerprints.end(sums[1], norm)
     return StepResult(loss=sums[1], grad_norm=norm)

@@ -1,0 +1,106 @@
+"""Forked ranks for the benchmarks, and the trainer of this repository on them."""
+
+import json
+import os
+import socket
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as multiprocessing
+
+from models.initialization import init_weights
+from models.llama import Llama
+from parallel import parallelize
+from parallel.grad_compression import replicate
+from parallel.layout import Launch
+from parallel.mesh import init_ranks
+from training import start
+from training.checks import check
+from training.command_line import parse_flags
+from training.loop import FaultFlag, optimizer_step
+from training.optimizer import ShardedOptimizer
+
+
+def _rank(rank: int, function: Callable, processes: int, port: int, out: str, args: tuple) -> None:
+    torch.set_num_threads(1)
+    os.environ |= {"RANK": str(rank), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    found = function(Launch(rank, processes, rank, processes), *args)
+    if rank == 0:
+        Path(out).write_text(json.dumps(found))
+    if dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+def run_ranks(function: Callable, processes: int, *args) -> dict:
+    """``function(launch, *args)`` on forked processes that have measured nothing else.
+
+    Returns:
+        What it returned on rank 0, through JSON.
+    """
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    with tempfile.NamedTemporaryFile() as out:
+        multiprocessing.start_processes(
+            _rank, (function, processes, port, out.name, args), nprocs=processes,
+            start_method="fork",
+        )  # fmt: skip
+        return json.loads(Path(out.name).read_text())
+
+
+class Training:
+    """The trainer of this repository on this rank, without data, files and evaluation.
+
+    Args:
+        flags: of train_llm.py.
+    """
+
+    def __init__(self, launch: Launch, flags: list[str]):
+        self.config = config = parse_flags(flags, console=False)
+        self.layout = layout = check(config, launch)
+        self.ranks = ranks = init_ranks(launch, layout, 600)
+        with torch.device("meta"):
+            self.model = model = Llama(config.model)
+        options = start.parallel_options(config, ranks) | config.memory.model_dump()
+        stages = layout.rank_stages(config.model, config.step.seq_len, ranks.pp_rank)
+        parts = parallelize(model, ranks.mesh, zero=layout.zero, stages=stages, **options)
+        self.pipeline = start.make_pipeline(config, parts, stages, layout, ranks)
+        model.to_empty(device=ranks.device)
+        init_weights(model, 0)
+        self.optimizer = ShardedOptimizer(model, config.optimizer)
+        self._trained = replicate(model, config.memory.grad_compression)
+        self._fault, self._step = FaultFlag(ranks.device), 0
+        shape = (layout.batch_size, config.step.seq_len // layout.cp)
+        tokens = torch.randint(0, config.model.vocab_size, shape, device=ranks.device)
+        self._batch = [(tokens, tokens)] * layout.micro_batches
+        self.tokens_per_step = config.step.global_batch_size * config.step.seq_len
+
+    def step(self) -> None:
+        """One optimizer step."""
+        self._step += 1
+        optimizer_step(
+            self._trained, self.optimizer, self._batch, self.tokens_per_step, self.ranks,
+            zero=self.layout.zero, pipeline=self.pipeline, lr=1e-4, grad_clip=1.0,
+            step=self._step, fault=self._fault,
+        )  # fmt: skip
+
+
+def over_ranks(*values: float) -> list[list[float]]:
+    """Each value on every rank: a list of ranks for each."""
+    mine = torch.tensor(values, dtype=torch.float64)
+    found = [torch.zeros_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(found, mine)
+    return torch.stack(found).T.tolist()
+
+
+def cpu_and_wall(step: Callable[[], None], steps: int) -> tuple[float, float]:
+    """CPU seconds of this process (all threads) and wall seconds of one step, averaged."""
+    cpu, wall = time.process_time(), time.perf_counter()
+    for _ in range(steps):
+        step()
+    return (time.process_time() - cpu) / steps, (time.perf_counter() - wall) / steps
