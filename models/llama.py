@@ -19,16 +19,15 @@ from models.config import LlamaConfig
 def local_weight(module: nn.Module) -> Tensor:
     """The part of ``module.weight`` this rank multiplies with, as a plain tensor.
 
-    A tensor-parallel style leaves the weight a DTensor and says on the module what the local
-    gradient means (``grad_placements``) and, where the local part is not the shard itself, which
-    rows it is (``local_rows``). A plain weight may be stored in more digits than the
-    module's ``compute_dtype``, if it has one.
+    A tensor-parallel style leaves the weight a DTensor and says on the module, where the local part
+    is not the shard itself, which rows it is (``local_rows``). A plain weight may be stored in more
+    digits than the module's ``compute_dtype``, if it has one.
     """
     weight = module.weight
     if not isinstance(weight, DTensor):
         dtype = getattr(module, "compute_dtype", None)
         return weight if dtype is None else weight.to(dtype)
-    weight = weight.to_local(grad_placements=module.grad_placements)
+    weight = weight.to_local()
     rows = getattr(module, "local_rows", None)
     return weight if rows is None else weight[rows]
 

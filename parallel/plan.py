@@ -111,9 +111,11 @@ def collectives(
         found.append(Collective(unit, dim, kind, why, count * times, size, units))
 
     if layout.tp > 1:
-        # What is summed over micro-batches first is summed as it is reduced.
-        grad = reduced if times < m else size
-        _tensor_parallel(model, layout, stream, grad, sequence_parallel, times, add)
+        _tensor_parallel(stream, sequence_parallel, add)
+        has_norm = not stages or any(stage.last for stage in stages)
+        if part := _partial(model, layout, sequence_parallel, blocks, has_norm):
+            why = "gradients of replicated weights"
+            add("all", "tp", "all_reduce", why, 1, part * reduced, 1)
         if activation_checkpoint == "full":
             _recomputed(stream, sequence_parallel, compile, add)
         for length, chunks in collections.Counter(_chunks(local_len, loss_chunks)).items():
@@ -165,30 +167,26 @@ def _pipeline(stages: Sequence[Stage], add: Callable[[str, str], None]) -> None:
             add("recv", f"their gradients from stage {stage.index + 1}")
 
 
-def _tensor_parallel(model, layout, stream, grad, sequence_parallel, times, add) -> None:
-    d = model.hidden_size
-    # (unit, inputs that enter a region, outputs that leave one, norm weights)
-    for unit, enters, leaves, norms in (
-        ("block", 2, 2, 2),
-        ("embedding", 0, 1, 0),
-        ("head", 1, 0, 1),
-    ):
+def _tensor_parallel(stream, sequence_parallel, add) -> None:
+    # (unit, inputs that enter a region, outputs that leave one)
+    for unit, enters, leaves in (("block", 2, 2), ("embedding", 0, 1), ("head", 1, 0)):
         if sequence_parallel:
             both = enters + leaves
             add(unit, "tp", "all_gather", "activations, forward and backward", both, stream)
             add(unit, "tp", "reduce_scatter", "activations, forward and backward", both, stream)
-            if norms:
-                why = "gradient of a norm weight"
-                add(unit, "tp", "all_reduce", why, norms, d * grad, times)
         else:
             if leaves:
                 add(unit, "tp", "all_reduce", "activations, forward", leaves, stream)
             if enters:
                 add(unit, "tp", "all_reduce", "activations, backward", enters, stream)
-    if model.kv_heads % layout.tp:
-        rows = model.kv_heads * model.head_size * d * grad
-        why = "gradient of a replicated k or v projection"
-        add("block", "tp", "all_reduce", why, 2, rows, times)
+
+
+def _partial(model, layout, sequence_parallel, blocks, has_norm) -> int:
+    """Elements of the dp shards whose gradients are parts of sums over tp, on the first rank."""
+    d, dp = model.hidden_size, layout.shards
+    norms = 2 * blocks + has_norm if sequence_parallel else 0
+    projections = 2 * blocks if model.kv_heads % layout.tp else 0
+    return norms * -(-d // dp) + projections * -(-model.kv_heads * model.head_size // dp) * d
 
 
 def _recomputed(stream: int, sequence_parallel: bool, compile: bool, add) -> None:

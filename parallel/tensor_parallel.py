@@ -12,9 +12,10 @@ where the backward of each is the mirror image of its forward.
 """
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 from torch.distributed.tensor.placement_types import Placement
 
@@ -73,10 +74,11 @@ class _LeaveRegion(torch.autograd.Function):
 class _Style(ParallelStyle):
     """What the styles share: how the weight is placed, and what the module's output is.
 
-    Sets on the module ``grad_placements`` (what the local gradient of the weight means) and
-    ``output_placement`` (how the ranks' outputs form the global one); where that is a shard of the
-    last dim, ``output_start`` is the global index of this rank's first column, and
-    ``output_counts`` is False if another rank has the same columns.
+    Sets on the module ``partial_grad`` (whether the local gradient of a replicated weight is a part
+    of a sum over tp, left to :func:`reduce_partial_gradients`) and ``output_placement`` (how the
+    ranks' outputs form the global one); where that is a shard of the last dim, ``output_start`` is
+    the global index of this rank's first column, and ``output_counts`` is False if another rank has
+    the same columns.
     """
 
     def __init__(self, sequence_parallel: bool):
@@ -93,11 +95,11 @@ class _Style(ParallelStyle):
         mesh: DeviceMesh,
         weight: Placement,
         output: Placement,
-        grad: Placement | None = None,
+        partial_grad: bool = False,
     ) -> None:
         placed = distribute_tensor(module.weight, mesh, [weight], src_data_rank=None)
         module.weight = nn.Parameter(placed)
-        module.grad_placements = (grad or weight,)
+        module.partial_grad = partial_grad
         module.output_placement = output
 
     def _boundary(self, mesh: DeviceMesh) -> tuple[str, int, bool]:
@@ -152,7 +154,7 @@ class KeyValueParallel(_Style):
     def _apply(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
         if self.kv_heads % mesh.size() == 0:
             return ColumnParallel(self.sequence_parallel)._apply(module, mesh)
-        self._place(module, mesh, weight=Replicate(), output=Shard(2), grad=Partial())
+        self._place(module, mesh, weight=Replicate(), output=Shard(2), partial_grad=True)
         tp, tp_rank = _at(mesh)
         first = tp_rank * self.kv_heads // tp * self.head_size
         module.local_rows = slice(first, first + self.head_size)
@@ -188,9 +190,30 @@ class Norm(_Style):
     """
 
     def _apply(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
-        grad = Partial() if self.sequence_parallel else Replicate()
-        self._place(module, mesh, weight=Replicate(), output=self._stream, grad=grad)
+        self._place(
+            module,
+            mesh,
+            weight=Replicate(),
+            output=self._stream,
+            partial_grad=self.sequence_parallel,
+        )
         return module
+
+
+def reduce_partial_gradients(model: nn.Module, group: dist.ProcessGroup) -> None:
+    """Sum over tp the gradients of replicated weights of which every rank has computed a part.
+
+    One all-reduce for all of them, once a step: of this rank's dp shards, in the dtype of the
+    reduction over dp.
+    """
+    grads = [m.weight.grad for m in model.modules() if getattr(m, "partial_grad", False)]
+    parts = [g.to_local() if isinstance(g, DTensor) else g for g in grads if g is not None]
+    if not parts:
+        return
+    total = torch.cat([part.flatten() for part in parts])
+    dist.all_reduce(total, group=group)
+    sums = total.split([part.numel() for part in parts])
+    torch._foreach_copy_(parts, [s.view_as(p) for s, p in zip(sums, parts, strict=True)])
 
 
 def _at(mesh: DeviceMesh) -> tuple[int, int]:

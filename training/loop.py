@@ -14,7 +14,7 @@ from parallel.context_parallel import local_tokens
 from parallel.data_parallel import begin_micro_batch, reshard
 from parallel.layout import Layout
 from parallel.mesh import Ranks
-from parallel.tensor_parallel import rows_of
+from parallel.tensor_parallel import reduce_partial_gradients, rows_of
 from training.checkpoint import Checkpointer, Progress
 from training.config import Config
 from training.data import TokenData, eval_batches, num_eval_batches, prefetch, train_batch
@@ -73,9 +73,9 @@ def forward_backward(
     Returns:
         float64 scalar: this dp rank's share of the global mean loss; zero on all pp ranks but one.
     """
-    if pipeline:
-        return pipeline.forward_backward(batch, target_tokens)
     share = torch.zeros((), dtype=torch.float64, device=ranks.device)
+    if pipeline:
+        share, batch = pipeline.forward_backward(batch, target_tokens), []
     for number, (inputs, targets) in enumerate(batch, start=1):
         begin_micro_batch(model, zero=zero, last=number == len(batch))
         with record_function("forward"):
@@ -83,6 +83,8 @@ def forward_backward(
         with record_function("backward"):
             loss.backward()
         share += loss.detach()
+    if ranks.tp_group:
+        reduce_partial_gradients(model, ranks.tp_group)
     return share
 
 
