@@ -9,6 +9,7 @@ import sys
 import time
 
 from training.checks import load_config
+from training.config import step_range
 
 
 def main() -> None:
@@ -31,6 +32,7 @@ def main() -> None:
     from training.loop import train
     from training.metrics import Meter
     from training.optimizer import ShardedOptimizer
+    from training.profiler import Profiler
     from training.tokens import load_tokenizer
 
     if config.layout.print_plan:
@@ -73,6 +75,10 @@ def main() -> None:
                 config.run.fingerprint_steps,
             )  # fmt: skip
 
+        profiler = None
+        if config.run.profile:
+            profiler = Profiler(step_range(config.run.profile), run.profile, ranks)
+
         # From here on a signal means: finish the step, save, and leave.
         stop_requested = ending.stop_requests(started, config.run.stop_after)
         with Checkpointer(
@@ -83,7 +89,8 @@ def main() -> None:
             stopped = train(
                 trained, optimizer, data, progress, config, layout, ranks,
                 pipeline=pipeline, reporter=reporter, meter=meter, fingerprints=fingerprints,
-                checkpointer=checkpointer, heartbeat=heartbeat, stop_requested=stop_requested,
+                profiler=profiler, checkpointer=checkpointer, heartbeat=heartbeat,
+                stop_requested=stop_requested,
             )  # fmt: skip
         ending.finish(stopped, run, progress, ranks, reporter, heartbeat)
 

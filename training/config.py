@@ -47,6 +47,27 @@ def _checked_duration(duration: str) -> str:
 Duration = Annotated[str, AfterValidator(_checked_duration)]
 
 
+def step_range(steps: str) -> tuple[int, int]:
+    """First and last of steps such as ``10-12``, or ``10`` alone.
+
+    Raises:
+        ValueError: if they are none.
+    """
+    found = re.fullmatch(r"(\d+)(?:-(\d+))?", steps)
+    first, last = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
+    if not 1 <= first <= last:
+        raise ValueError(f"must be steps such as 10-12 or 10, not {steps!r}")
+    return first, last
+
+
+def _checked_step_range(steps: str) -> str:
+    step_range(steps)
+    return steps
+
+
+StepRange = Annotated[str, AfterValidator(_checked_step_range)]
+
+
 class Section(BaseModel):
     """A table of the recipe: unknown keys and values out of range raise :class:`ConfigError`."""
 
@@ -264,6 +285,11 @@ class RunSection(Section):
         0,
         description="First steps whose tokens, weights, activations, gradients are fingerprinted "
         "for recipes.compare_layouts; 0 turns it off.",
+    )
+    profile: StepRange | None = Field(
+        None,
+        description="Steps that every rank records, as 10-12: a Chrome trace, and on CUDA a memory "
+        "snapshot, in profile/ of the run directory; none: no steps.",
     )
     wandb: Literal["auto", "online", "offline", "disabled"] = Field(
         "auto",

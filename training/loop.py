@@ -23,6 +23,7 @@ from training.heartbeat import Heartbeat
 from training.loss import IGNORE_INDEX, chunked_cross_entropy_sum, cross_entropy_sum
 from training.metrics import Meter
 from training.optimizer import ShardedOptimizer, lr_at
+from training.profiler import Profiler
 from training.reporter import Reporter
 
 if TYPE_CHECKING:
@@ -314,6 +315,7 @@ def train(
     meter: Meter,
     fingerprints: Fingerprints | None = None,
     reporter: Reporter | None,
+    profiler: Profiler | None = None,
     checkpointer: Checkpointer,
     heartbeat: Heartbeat,
     stop_requested: Callable[[], str | None],
@@ -325,6 +327,7 @@ def train(
         meter: times the steps.
         fingerprints: records the first steps of the run for a comparison.
         reporter: receives the metrics; None on all ranks but the first.
+        profiler: records chosen steps.
         checkpointer: saves now and then, and at the end.
         heartbeat: is told the step and phase.
         stop_requested: why this rank is to stop, or None; all ranks stop at the same step.
@@ -355,6 +358,8 @@ def train(
 
     meter.restart()
     for step in range(progress.step + 1, last + 1):
+        if profiler:
+            profiler.begin(step)
         heartbeat.at(step, "agreeing on the batch")
         batch, target_tokens, stop = batches.take()
         if stop:
@@ -391,6 +396,8 @@ def train(
             heartbeat.at(step, "checkpoint")
             with meter.pause():
                 save(checkpointer.save)
+    if profiler:
+        profiler.stop()
     heartbeat.at(progress.step, "last checkpoint")
     save(checkpointer.finish)
     return stop

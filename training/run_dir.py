@@ -55,6 +55,7 @@ class RunDir:
         self.eval_jsonl = self.path / "eval.jsonl"
         self.fingerprints_jsonl = self.path / "fingerprints.jsonl"
         self.checkpoints = self.path / "checkpoints"
+        self.profile = self.path / "profile"
         self._failed_marker = self.path / ".failed"
         self._lock_fd: int | None = None
 
