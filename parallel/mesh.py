@@ -86,7 +86,11 @@ class Ranks:
 
 
 def _slurm_address() -> None:
-    """Under plain ``srun``, derive the meeting point that torchrun would set."""
+    """Under plain ``srun``, derive the meeting point that torchrun would set.
+
+    Raises:
+        LayoutError: if ``scontrol`` cannot list the nodes.
+    """
     if "MASTER_ADDR" not in os.environ:
         nodes = os.environ.get("SLURM_STEP_NODELIST", "")
         found = subprocess.run(
@@ -103,11 +107,21 @@ def _slurm_address() -> None:
     os.environ.setdefault("MASTER_PORT", str(20000 + (job * 7 + step) % 12000))
 
 
+def master_address() -> tuple[str, int]:
+    """Host and port at which the ranks meet: the launcher's, or derived under plain ``srun``.
+
+    Raises:
+        LayoutError: if there is neither.
+    """
+    if "RANK" not in os.environ:
+        _slurm_address()
+    return os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+
+
 def _meet(launch: Launch, timeout: datetime.timedelta) -> dist.Store:
     if launch.world_size == 1:
         return dist.HashStore()
-    if "RANK" not in os.environ:
-        _slurm_address()
+    master_address()
     url = f"env://?rank={launch.rank}&world_size={launch.world_size}"
     store, _, _ = next(iter(dist.rendezvous(url, timeout=timeout)))
     # torchrun keeps its store over a restart, and with it the addresses of ranks that are gone.
@@ -121,12 +135,17 @@ def make_mesh(device_type: str, layout: Layout) -> DeviceMesh:
 
 
 def init_ranks(
-    launch: Launch, layout: Layout, comm_timeout: float, cpu_offload: bool = False
+    launch: Launch,
+    layout: Layout,
+    comm_timeout: float,
+    cpu_offload: bool = False,
+    store: dist.Store | None = None,
 ) -> Ranks:
     """Build the process groups and the mesh: cuda and nccl where there is CUDA, else cpu and gloo.
 
     Args:
         comm_timeout: seconds until a collective that does not complete is an error.
+        store: one that all ranks have met at already; none: they meet at the launcher's address.
 
     Raises:
         LayoutError: if there are more processes on this node than GPUs, or none to offload from.
@@ -148,7 +167,7 @@ def init_ranks(
             )
         device, backend = torch.device("cpu"), "gloo"
     timeout = datetime.timedelta(seconds=comm_timeout)
-    store = _meet(launch, timeout)
+    store = store or _meet(launch, timeout)
     dist.init_process_group(
         backend, store=store, rank=launch.rank, world_size=launch.world_size, timeout=timeout
     )

@@ -246,10 +246,12 @@ def _note_finished(config: Config, step: int) -> None:
         run.unlock()
 
 
-def load_config(argv: list[str]) -> tuple[Config, Layout, Launch]:
-    """The checked config, layout and launch of this process.
+def read_config(
+    argv: list[str], program: str = "train_llm.py"
+) -> tuple[Config, Layout, Launch, Path | None]:
+    """The checked config, layout and launch of this process, and the checkpoint it would load.
 
-    Bad input ends it with exit code 2, and a run that has finished with exit code 0.
+    Bad input ends it with exit code 2.
     """
     rank = os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0"))
     rank = int(rank) if rank.isdecimal() else 0
@@ -267,11 +269,20 @@ def load_config(argv: list[str]) -> tuple[Config, Layout, Launch]:
             check_resume(config, checkpoint)
         layout = check(config, launch)
     except (ConfigError, LayoutError) as error:
-        refuse(str(error), launch)
+        refuse(str(error), launch, program)
     except SystemExit as leaving:
         if leaving.code:
-            refuse("", launch)  # tyro has printed its report on rank 0
+            refuse("", launch, program)  # tyro has printed its report on rank 0
         raise
+    return config, layout, launch, checkpoint
+
+
+def load_config(argv: list[str]) -> tuple[Config, Layout, Launch]:
+    """The checked config, layout and launch of this process.
+
+    Bad input ends it with exit code 2, and a run that has finished with exit code 0.
+    """
+    config, layout, launch, checkpoint = read_config(argv)
     if checkpoint:
         done = read_checkpoint_state(checkpoint)["step"]
         if done >= config.step.steps:
