@@ -246,6 +246,13 @@ def _note_finished(config: Config, step: int) -> None:
         run.unlock()
 
 
+def bare_launch() -> Launch:
+    """This process before the launcher's variables are checked: enough to say who refuses."""
+    rank = os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0"))
+    rank = int(rank) if rank.isdecimal() else 0
+    return Launch(rank, 1, rank, 1)
+
+
 def read_config(
     argv: list[str], program: str = "train_llm.py"
 ) -> tuple[Config, Layout, Launch, Path | None]:
@@ -253,9 +260,7 @@ def read_config(
 
     Bad input ends it with exit code 2.
     """
-    rank = os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0"))
-    rank = int(rank) if rank.isdecimal() else 0
-    launch = Launch(rank, 1, rank, 1)
+    launch = bare_launch()
     try:
         launch = read_launch()
         config = parse_flags(argv, console=launch.rank == 0)

@@ -1,0 +1,195 @@
+"""How the ranks of a preflight talk: through the store alone, before there is a process group."""
+
+import contextlib
+import datetime
+import json
+import os
+import socket
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+
+from launch.node import listing
+from parallel.layout import Launch
+from parallel.mesh import master_address
+
+LEAVE_S = 5.0  # for the others to read the last word, where the store is in rank 0
+RANKS_LISTED = 8
+
+
+class EndedError(Exception):
+    """The preflight cannot go on; the message is empty where rank 0 says why."""
+
+
+def join_store(launch: Launch, timeout: float) -> dist.Store:
+    """The store at the master address, without waiting for all ranks.
+
+    Raises:
+        EndedError: if it cannot be reached, naming address and port.
+    """
+    if launch.world_size == 1:
+        return dist.HashStore()
+    address, port = master_address()
+    me = f"rank {launch.rank} on {socket.gethostname()}"
+    # torchrun holds the store in the agent of the first node.
+    holds = launch.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    fix = "check MASTER_ADDR and MASTER_PORT, that rank 0 runs there, and the firewall"
+    if fault := _try_address(address, port, timeout, holds):
+        where = "listen at" if holds else "reach"
+        raise EndedError(
+            f"{me} cannot {where} the master address {address}:{port} ({fault}): {fix}"
+        )
+    try:
+        store = dist.TCPStore(
+            address, port, launch.world_size, holds, datetime.timedelta(seconds=timeout),
+            wait_for_workers=False, multi_tenant=True,
+        )  # fmt: skip
+    except RuntimeError as error:
+        first = str(error).splitlines()[0]
+        raise EndedError(
+            f"{me}: no store at the master address {address}:{port} ({first}): {fix}"
+        ) from None
+    restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return dist.PrefixStore(f"preflight{restart}", store)
+
+
+def _try_address(address: str, port: int, timeout: float, holds: bool) -> str | None:
+    """What is wrong with the master address, seen with a plain socket; torch's words are many."""
+    deadline = time.monotonic() + timeout
+    while True:
+        try:
+            if holds:
+                info = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
+                with socket.socket(info[0], socket.SOCK_STREAM) as probe:
+                    probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                    probe.bind(info[4])
+            else:
+                left = max(0.1, deadline - time.monotonic())
+                socket.create_connection((address, port), timeout=left).close()
+            return None
+        except OSError as error:
+            # The others may be here before rank 0 listens.
+            if holds or time.monotonic() > deadline:
+                return f"{error.strerror or error}" + ("" if holds else f", for {timeout:g} s")
+        time.sleep(0.2)
+
+
+class Meeting:
+    """Rank 0 asks, the others answer through the store, and who does not answer is named.
+
+    Attributes:
+        leaders: the first rank of each node, by name of the node.
+        host: on rank 0, the name of the node by rank.
+    """
+
+    def __init__(self, launch: Launch, store: dist.Store, timeout: float):
+        self.launch, self.store, self.timeout = launch, store, timeout
+        self.leaders: dict[str, int] = {}
+        self.host: dict[int, str] = {}
+
+    @property
+    def name(self) -> str | None:
+        """Name of the node that this rank speaks for; None if another rank does."""
+        return next((name for name, rank in self.leaders.items() if rank == self.launch.rank), None)
+
+    def find_nodes(self, cores: int) -> dict[str, list[int]]:
+        """Tell which rank is where.
+
+        Args:
+            cores: those that this process may use, a bit each.
+
+        Returns:
+            On rank 0, the ``cores`` of the ranks of each node.
+        """
+        masks: dict[str, list[int]] = {}
+
+        def gather(answers: dict[int, list]) -> dict[str, int]:
+            hosts = {}
+            for number, host, _ in answers.values():
+                hosts.setdefault(host, set()).add(number)
+            for rank, (number, host, mask) in answers.items():
+                name = host if len(hosts[host]) == 1 else f"{host}#{number}"
+                self.host[rank] = name
+                self.leaders.setdefault(name, rank)
+                masks.setdefault(name, []).append(int(mask, 16))
+            return self.leaders
+
+        number = os.environ.get("GROUP_RANK", os.environ.get("SLURM_NODEID", "0"))
+        answer = [number, socket.gethostname(), f"{cores:x}"]
+        self.leaders = self.exchange("start", answer, gather)
+        return masks
+
+    def exchange(
+        self,
+        what: str,
+        answer: Any = None,
+        digest: Callable[[dict[int, Any]], Any] = lambda answers: None,
+        leaders: bool = False,
+    ) -> Any:
+        """Give ``answer`` (JSON) to rank 0, and take what ``digest`` makes of all answers there.
+
+        Args:
+            what: the check, named if somebody does not answer it in time.
+            leaders: ask one rank of each node; the others wait, and get None.
+
+        Raises:
+            EndedError: on all ranks if one does not answer.
+        """
+        asked = list(self.leaders.values()) if leaders else list(range(self.launch.world_size))
+        rank, store = self.launch.rank, self.store
+        try:
+            if rank in asked:
+                store.set(f"{what}/{rank}", json.dumps(answer))
+            if rank == 0:
+                try:
+                    told = digest(self._collect(what, asked))
+                except BaseException:
+                    store.set(f"{what}/end", "ended")
+                    raise
+                # What is told may be long, so it goes to those alone who need it.
+                store.set(f"{what}/told", json.dumps(told))
+                store.set(f"{what}/end", "told")
+                return told
+            # Rank 0 hears of a silent rank after the timeout, and may judge for as long.
+            self._wait([f"{what}/end"], 3 * self.timeout)
+            if store.get(f"{what}/end") == b"ended":
+                raise EndedError("")
+            return json.loads(store.get(f"{what}/told")) if rank in asked else None
+        except dist.DistError as error:
+            first = str(error).splitlines()[0]
+            raise EndedError(
+                f"rank {rank} on {socket.gethostname()}: rank 0 does not answer ({what}; {first}): "
+                "its process is stopped or gone"
+            ) from None
+
+    def leave(self) -> None:
+        """Let all ranks read the last word before rank 0, which may hold the store, is gone."""
+        with contextlib.suppress(RuntimeError):
+            self.store.set(f"left/{self.launch.rank}", "")
+            if self.launch.rank == 0:
+                self._wait([f"left/{rank}" for rank in range(self.launch.world_size)], LEAVE_S)
+
+    def who(self, ranks: list[int]) -> str:
+        """Some ranks and their nodes, in words (on rank 0)."""
+        listed = listing([str(rank) for rank in ranks], RANKS_LISTED)
+        text = f"rank{'s' if len(ranks) > 1 else ''} {listed}"
+        nodes = list(dict.fromkeys(self.host.get(rank, "") for rank in ranks))
+        return f"{text} on {listing(nodes)}" if all(nodes) else text
+
+    def _wait(self, keys: list[str], seconds: float) -> None:
+        self.store.wait(keys, datetime.timedelta(seconds=seconds))
+
+    def _collect(self, what: str, asked: list[int]) -> dict[int, Any]:
+        keys = [f"{what}/{rank}" for rank in asked]
+        try:
+            self._wait(keys, self.timeout)
+        except dist.DistStoreError:
+            silent = [r for r, key in zip(asked, keys, strict=True) if not self.store.check([key])]
+            raise EndedError(
+                f"{self.who(silent)} did not answer within {self.timeout:g} s ({what}): look "
+                "whether the process runs there, or is stopped or gone"
+            ) from None
+        answers = self.store.multi_get(keys)
+        return {rank: json.loads(text) for rank, text in zip(asked, answers, strict=True)}
