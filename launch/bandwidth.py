@@ -167,28 +167,28 @@ def judge_speed(
         By node, the speed of its slowest rank as a part of the median.
     """
     units = {"matmul": ("matrix multiplication", "GFLOP/s"), "copy": ("copy", "GB/s")}
-    texts, parts = [], {}
+    texts, parts, slow = [], {}, {}
     for key, (what, unit) in units.items():
         values = {rank: speed[key] for rank, speed in speeds.items()}
         median = statistics.median(values.values())
-        for node in dict.fromkeys(host.values()):
-            there = [rank for rank in values if host[rank] == node]
-            slow = [rank for rank in there if values[rank] < floor * median]
-            worst = min(values[rank] for rank in there)
-            parts[node] = min(parts.get(node, 1.0), worst / median)
-            if slow:
-                who = f"{_ranks(slow)} on" if len(slow) < len(there) else "every rank on"
-                report.fault(
-                    f"{who} {node} is slow: {what} at {worst / 1e9:.1f} {unit}, "
-                    f"{worst / median:.0%} of the median {median / 1e9:.1f}: look for another "
-                    "process on that CPU or GPU, a CPU quota, heat or a power limit"
-                )
+        for rank, value in values.items():
+            parts[host[rank]] = min(parts.get(host[rank], 1.0), value / median)
+            if value < floor * median:
+                found = f"{what} at {value / 1e9:.1f} {unit}, {value / median:.0%} of the median"
+                slow.setdefault(host[rank], {}).setdefault(rank, []).append(found)
         least = min(values, key=values.get)
         texts.append(
             f"{what} {median / 1e9:.1f} {unit}, least {values[least] / 1e9:.1f} "
             f"({values[least] / median:.0%}, rank {least} on {host[least]})"
         )
     report.say(f"speed of a rank, median: {'; '.join(texts)}")
+    for node, found in slow.items():
+        there = [rank for rank in speeds if host[rank] == node]
+        who = _ranks(list(found)) if len(found) < len(there) else "every rank"
+        report.fault(
+            f"slow: {who} on {node} ({'; '.join(next(iter(found.values())))}): look for another "
+            "process on that CPU or GPU, a CPU quota, heat or a power limit"
+        )
     return parts
 
 

@@ -88,6 +88,7 @@ class Meeting:
         self.launch, self.store, self.timeout = launch, store, timeout
         self.leaders: dict[str, int] = {}
         self.host: dict[int, str] = {}
+        self._silent: list[int] = []
 
     @property
     def name(self) -> str | None:
@@ -169,7 +170,8 @@ class Meeting:
         with contextlib.suppress(RuntimeError):
             self.store.set(f"left/{self.launch.rank}", "")
             if self.launch.rank == 0:
-                self._wait([f"left/{rank}" for rank in range(self.launch.world_size)], LEAVE_S)
+                others = set(range(self.launch.world_size)) - set(self._silent)
+                self._wait([f"left/{rank}" for rank in others], LEAVE_S)
 
     def who(self, ranks: list[int]) -> str:
         """Some ranks and their nodes, in words (on rank 0)."""
@@ -187,6 +189,7 @@ class Meeting:
             self._wait(keys, self.timeout)
         except dist.DistStoreError:
             silent = [r for r, key in zip(asked, keys, strict=True) if not self.store.check([key])]
+            self._silent = silent
             raise EndedError(
                 f"{self.who(silent)} did not answer within {self.timeout:g} s ({what}): look "
                 "whether the process runs there, or is stopped or gone"

@@ -11,7 +11,7 @@ import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor, wait
 
-from launch.node import Report, listing
+from launch.node import Report, count, listing
 
 CLOCK_LIMIT_S = 1.0
 CLOCK_ROUNDS = 5
@@ -184,5 +184,5 @@ def judge_clocks(report: Report, clocks: dict[str, tuple[float, float] | None]) 
                 f"the clock of {node} is {abs(ahead):.1f} s {side} the others: start chronyd or "
                 "ntpd there"
             )
-    if len(clocks) > 1:
-        report.say(f"clocks: at most {worst * 1000:.1f} ms apart from the median")
+    if len(known) > 1:
+        report.say(f"clocks of {count(len(known), 'node')}: {worst * 1000:.1f} ms apart or less")

@@ -127,7 +127,8 @@ def judge_versions(report: Report, found: dict[str, dict[str, str]]) -> None:
     for what in first:
         values = {node: versions[what] for node, versions in found.items()}
         judge_equal(report, what, values, fixes.get(what, "install the same version on all nodes"))
-    verdict = "differ" if len(report.faults) > before else "the same on all nodes"
+    differ = len(report.faults) > before
+    verdict = f"differ, on {next(iter(found))}" if differ else "the same on all nodes"
     listed = ", ".join(f"{what.removeprefix('the ')} {value}" for what, value in first.items())
     report.say(f"versions: {verdict}: {listed}")
 

@@ -314,8 +314,10 @@ def judge_progress(report: Report, answers: dict[int, dict], meeting: "Meeting")
     behind = [rank for rank, step in stuck.items() if step == min(stuck.values())]
     at = answers[behind[0]]["at"]
     if len(behind) < len(answers):
+        verb = "hangs" if len(behind) == 1 else "hang"
         report.fault(
-            f"{meeting.who(behind)} hang in {at}, and the others wait: look at its process"
+            f"{meeting.who(behind)} {verb} in {at}, and the others wait: look at the process there "
+            "(py-spy dump), and at its GPU (Xid errors in dmesg)"
         )
     else:
         report.fault(
