@@ -169,16 +169,16 @@ def judge_names(report: Report, nodes: dict[str, dict], faults: dict[str, dict[s
 def judge_clocks(report: Report, clocks: dict[str, tuple[float, float] | None]) -> None:
     """Name nodes whose clock is off, from :func:`visit_all` by node.
 
-    Half of the round trip is granted as error. A clock that could not be asked is left out: that
+    Half of the round trips is granted as error. A clock that could not be asked is left out: that
     node cannot be reached, which is a fault of its own.
     """
     known = {node: clock for node, clock in clocks.items() if clock}
-    middle = statistics.median_low(sorted(-offset for offset, _ in known.values()))
+    middle, doubt = statistics.median_low((-offset, trip) for offset, trip in known.values())
     worst = 0.0
     for node, (offset, round_trip) in known.items():
         ahead = -offset - middle
         worst = max(worst, abs(ahead))
-        if abs(ahead) - round_trip / 2 > CLOCK_LIMIT_S:
+        if abs(ahead) - (round_trip + doubt) / 2 > CLOCK_LIMIT_S:
             side = "ahead of" if ahead > 0 else "behind"
             report.fault(
                 f"the clock of {node} is {abs(ahead):.1f} s {side} the others: start chronyd or "
