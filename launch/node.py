@@ -208,7 +208,7 @@ def judge_cores(report: Report, masks: dict[str, list[int]], gpus: bool) -> None
     if few:
         node, cores, ranks = few[0]
         (report.fault if gpus else report.warn)(
-            f"{ranks} ranks share {cores} CPU cores on {listing([n for n, _, _ in few])}: "
+            f"{ranks} ranks share {count(cores, 'CPU core')} on {listing([n for n, *_ in few])}: "
             "ask for more (--cpus-per-task of Slurm)"
         )
 

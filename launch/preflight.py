@@ -111,6 +111,7 @@ class Preflight:
         self.cuda = torch.cuda.is_available()
         self.floor = 0.0
         self.measurable = True
+        self.parts: dict[str, float] = {}  # speed of a node as a part of the median, on rank 0
 
     def examine(self) -> None:
         """Go through all checks.
@@ -293,7 +294,7 @@ class Preflight:
             answer.update(mesh=mesh, nodes=nodes)
             dist.destroy_process_group()
         except Exception as error:
-            answer["error"] = str(error).splitlines()[0]
+            answer["error"] = (str(error) or repr(error)).splitlines()[0]
 
 
 def judge_progress(report: Report, answers: dict[int, dict], meeting: "Meeting") -> None:

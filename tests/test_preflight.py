@@ -307,7 +307,7 @@ def test_cores(on_gpus, faults):
     masks = {"a": [0b0011, 0b1100], "b": [0b1, 0b1]}
     report = said(node.judge_cores, masks, on_gpus)
     assert len(report.faults) == faults and len(report.warnings) == 1 - faults
-    assert "2 ranks share 1 CPU cores on b" in (report.faults + report.warnings)[0]
+    assert "2 ranks share 1 CPU core on b" in (report.faults + report.warnings)[0]
 
 
 def describe(port: int) -> dict:
@@ -321,6 +321,14 @@ def test_a_node_that_nobody_reaches_is_one_sentence():
     (fault,) = report.faults
     assert fault.startswith("a, b, c and 2 more cannot reach d:3 (10.0.0.4: timed out): open")
     assert report.result is False
+
+
+def test_a_fabric_that_is_down_is_not_told_link_by_link():
+    names = [f"n{i}" for i in range(100)]
+    found = {a: {b: "timed out" for b in names if b != a} for a in names}
+    report = said(network.judge_names, {name: describe(1) for name in names}, found)
+    assert len(report.faults) == 11
+    assert report.faults[-1] == f"{90 * 99} more connections between nodes fail"
 
 
 def test_names_that_do_not_resolve():
