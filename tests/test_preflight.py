@@ -445,6 +445,23 @@ def test_gpus_as_nvidia_smi_writes_them():
     assert len(report.warnings) == 2  # the others run at idle clocks
 
 
+def test_a_driver_that_calls_the_reasons_throttling(tmp_path, monkeypatch):
+    """Before 535. The program is a stand-in; no machine here has the real one."""
+    smi = tmp_path / "nvidia-smi"
+    smi.write_text(
+        '#!/bin/bash\ncase "$*" in\n'
+        "*clocks_event_reasons*) exit 2;;\n"
+        f"*--query-gpu=*clocks_throttle_reasons.active*) echo '{H100}';;\n"
+        "*) echo 'GPU-6a1f, 77';;\nesac\n"
+    )
+    smi.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    (found,) = gpus.query_gpus()
+    assert found["max_clock"] == 1980 and found["pids"] == ["77"]
+    smi.write_text("#!/bin/bash\nexit 9\n")
+    assert gpus.query_gpus() == []
+
+
 def test_no_gpus():
     report = said(gpus.judge_gpus, {"a": {"gpus": [], "seen": 0, "ranks": 4}})
     assert report.result and report.lines == ["no GPUs: CPU and gloo"] and not report.faults
