@@ -179,7 +179,7 @@ class Preflight:
     def check_run_dir(self) -> None:
         """Whether all nodes see and write the same run directory, and the room in it."""
         meeting, report, run_dir = self.meeting, self.report, self.config.run_dir
-        patience, token, made = meeting.timeout / 2, secrets.token_hex(8), []
+        patience, token, made = meeting.timeout / 4, secrets.token_hex(8), []
         try:
             if meeting.launch.rank == 0:
                 fault, made = node.make_probe(run_dir, token)

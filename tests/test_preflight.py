@@ -15,6 +15,7 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
@@ -103,16 +104,22 @@ def hosts(tmp_path):
 
 
 @contextlib.contextmanager
-def throttled(pid: int):
-    """Stop a process for four fifths of the time."""
+def throttled(pid: int, run_dir: Path):
+    """Stop a process for nineteen twentieths of the time, once the probe in ``run_dir`` is gone.
+
+    What is measured comes after it; throttled before, on a busy machine, it would come too late.
+    """
     over = threading.Event()
 
     def throttle() -> None:
+        for there in (True, False):
+            while run_dir.exists() != there and not over.wait(0.002):
+                pass
         while not over.is_set():
             os.kill(pid, signal.SIGSTOP)
-            time.sleep(0.08)
+            time.sleep(0.19)
             os.kill(pid, signal.SIGCONT)
-            time.sleep(0.02)
+            time.sleep(0.01)
 
     thread = threading.Thread(target=throttle)
     thread.start()
@@ -124,7 +131,7 @@ def throttled(pid: int):
 
 
 def process_id() -> int:
-    """Of this rank, which has now imported all it needs: throttled, that would take long."""
+    """Of this rank, which has now imported all it needs."""
     return os.getpid()
 
 
@@ -183,8 +190,8 @@ def test_every_fault_is_named(tmp_path, hosts, group):
         {"host": "nodeB", "hosts": str(other_hosts), "hide": str(shared), "path": str(packages)},
     ]
     pids = group.run(process_id)
-    flags = [*FLAGS, "--run-dir", str(shared / "run"), "--preflight-timeout", "7"]
-    with throttled(pids[3]):
+    flags = [*FLAGS, "--run-dir", str(shared / "run"), "--preflight-timeout", "16"]
+    with throttled(pids[3], shared / "run"):
         results = group.run(start, flags, "torchrun", 0, 4, free_port(), nodes)
     text = results[0][1]
     assert [code for code, _ in results] == [1, 1, 1, 1], text
@@ -206,7 +213,8 @@ def test_every_fault_is_named(tmp_path, hosts, group):
 def test_a_rank_that_hangs_is_named(tmp_path, hosts, group):
     """Under srun, where the store is in rank 0; the rank sleeps in place of its collectives."""
     nodes = [{"host": host, "hosts": hosts} for host in ("nodeA", "nodeB")]
-    argv = [*FLAGS, "--run-dir", str(tmp_path / "run"), "--preflight-timeout", "4"]
+    argv = [*FLAGS, "--run-dir", str(tmp_path / "run"), "--preflight-timeout", "6"]
+    group.run(process_id)
     results = group.run(start, argv, "srun", 0, 4, free_port(), nodes, 3)
     assert {code for code, _ in results} == {1}
     (found,) = faults(results[0][1])
