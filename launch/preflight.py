@@ -256,7 +256,12 @@ class Preflight:
         thread = threading.Thread(target=self._measure, args=(answer,), daemon=True)
         thread.start()
         # Rank 0 must hear of it before it takes this rank for gone.
-        thread.join(meeting.timeout * 2 / 3)
+        patience = meeting.timeout * 2 / 3
+        step, deadline = 0, time.monotonic() + patience
+        while thread.is_alive() and time.monotonic() < deadline:
+            thread.join(0.1)
+            if answer["step"] != step:
+                step, deadline = answer["step"], time.monotonic() + patience
 
         def judge(answers: dict[int, dict]) -> None:
             judge_progress(report, answers, meeting)
