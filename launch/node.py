@@ -125,7 +125,7 @@ def judge_versions(report: Report, found: dict[str, dict[str, str]]) -> None:
     }
     before = len(report.faults)
     for what in first:
-        values = {node: versions[what] for node, versions in found.items()}
+        values = {node: own[what] for node, own in found.items()}
         judge_equal(report, what, values, fixes.get(what, "install the same version on all nodes"))
     differ = len(report.faults) > before
     verdict = f"differ, on {next(iter(found))}" if differ else "the same on all nodes"
