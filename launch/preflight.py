@@ -14,13 +14,13 @@ import shutil
 import sys
 import threading
 import time
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
 from launch import gpus, network, node
 from launch.node import Report
 from parallel.layout import Layout, LayoutError
 from training.checks import bare_launch, read_config, refuse
-from training.command_line import parse_flags
+from training.command_line import Parser, parse_flags, positive
 from training.config import Config, ConfigError
 
 if TYPE_CHECKING:
@@ -32,36 +32,23 @@ FROM_CHECKPOINT = {"optimizer": {"lr_decay_steps"}, "model": {"vocab_size"}, "ru
 MIB = {"cpu": 4, "cuda": 256}
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(message)
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a positive whole number")
-    return int(text)
-
-
 def parse_command(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """Our own options, and the flags of train_llm.py.
 
     Raises:
         ConfigError: in one line. SystemExit: with 0, for --help.
     """
-    parser = _Parser(
+    parser = Parser(
         prog=f"python -m {PROGRAM}",
         usage="%(prog)s [option ...] [train_llm flag ...]",
         description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
         add_help=False,
     )
     add = parser.add_argument
     add("--help", "-h", action="store_true", help="show this and train_llm.py's flags")
-    add("--preflight-mib", type=_positive, metavar="MIB",
+    add("--preflight-mib", type=positive, metavar="MIB",
         help="size of the messages that are timed (default: 256 on GPUs, else 4)")  # fmt: skip
-    add("--preflight-timeout", type=_positive, default=60, metavar="S",
+    add("--preflight-timeout", type=positive, default=60, metavar="S",
         help="seconds in which each check must be answered (default: 60)")  # fmt: skip
     options, flags = parser.parse_known_args(argv)
     if options.help:

@@ -34,7 +34,7 @@ from recipes.comparison_report import (
     steps_done,
 )
 from training.checks import check_ahead
-from training.command_line import Parser, parse_flags
+from training.command_line import Parser, parse_flags, positive
 from training.config import Config, ConfigError, flag
 from training.files import write_atomic
 from training.run_dir import RunDir
@@ -82,12 +82,6 @@ class PlannedRun:
         return [sys.executable, *launcher, str(TRAIN), *self.flags]
 
 
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a positive whole number")
-    return int(text)
-
-
 def parse_command(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """Our own options, and the flags that are passed to train_llm.py.
 
@@ -110,9 +104,9 @@ def parse_command(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     add("--verdict", action="store_true",
         help="train the first steps again in float64, where rounding vanishes and a bug stays; "
         "name where a bug begins, and exit with 1")  # fmt: skip
-    add("--verdict-steps", type=_positive, default=3, metavar="N",
+    add("--verdict-steps", type=positive, default=3, metavar="N",
         help="steps of --verdict (default: 3)")  # fmt: skip
-    add("--batch-sizes", nargs="+", type=_positive, metavar="B",
+    add("--batch-sizes", nargs="+", type=positive, metavar="B",
         help="sequences per dp rank for each layout, so that global batches differ: no reference, "
         "no deviations, loss over steps and over tokens")  # fmt: skip
     add("--out", type=Path, metavar="DIR",

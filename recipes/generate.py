@@ -25,6 +25,7 @@ from recipes.export_hf import (
     read_identity,
 )
 from training.checks import refuse
+from training.command_line import positive
 from training.config import ConfigError
 
 if TYPE_CHECKING:
@@ -136,12 +137,6 @@ def _whole(text: str) -> int:
     return int(text)
 
 
-def _positive(text: str) -> int:
-    if _whole(text) == 0:
-        raise argparse.ArgumentTypeError("0 is not a whole number of 1 or more")
-    return int(text)
-
-
 def _temperature(text: str) -> float:
     try:
         value = float(text)
@@ -162,7 +157,7 @@ def parse_command(argv: list[str]) -> argparse.Namespace:
     add = parser.add_argument
     add("--prompt", default="", metavar="TEXT",
         help="how the text starts (default: nothing)")  # fmt: skip
-    add("--max-new-tokens", type=_positive, default=64, metavar="N",
+    add("--max-new-tokens", type=positive, default=64, metavar="N",
         help="tokens after the prompt, unless the text ends before (default: 64)")  # fmt: skip
     add("--temperature", type=_temperature, default=0.8, metavar="T",
         help="0 takes the likeliest token each time, 1 draws as the model says (default: 0.8)"

@@ -34,6 +34,13 @@ class Parser(argparse.ArgumentParser):
         raise ConfigError(message)
 
 
+def positive(text: str) -> int:
+    """A positive whole number, as the type of an option of :class:`Parser`."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive whole number")
+    return int(text)
+
+
 def _early_flag(argv: list[str], name: str) -> str | None:
     """Value of a flag that must be known before the others get their defaults."""
     found = None  # as with any flag, the last one counts

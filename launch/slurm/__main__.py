@@ -19,7 +19,7 @@ from pydantic import Field
 
 from parallel.layout import Launch, LayoutError, layout_flags, parse_layout
 from training.checks import check_ahead, check_resume, find_checkpoint
-from training.command_line import Parser, parse_flags
+from training.command_line import Parser, parse_flags, positive
 from training.config import Config, ConfigError, Section
 
 HERE = Path(__file__).parent
@@ -72,10 +72,10 @@ def parse_command(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
         description=__doc__,
     )
     add = parser.add_argument
-    add("--nodes", type=int, default=1, metavar="N", help="nodes of a run (default: 1)")
+    add("--nodes", type=positive, default=1, metavar="N", help="nodes of a run (default: 1)")
     add("--gpus-per-node", type=int, default=8, metavar="G",
         help="GPUs, and processes, of a node; 0: a cluster without GPUs (default: 8)")  # fmt: skip
-    add("--processes-per-node", type=int, metavar="P",
+    add("--processes-per-node", type=positive, metavar="P",
         help="processes of a node, if not one per GPU")  # fmt: skip
     add("--layouts", nargs="+", metavar="DPxTP",
         help="a job array with one layout per task, and one comparison of them: 1x8 2x4, or with "
@@ -85,6 +85,8 @@ def parse_command(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     add("--site", type=Path, default=SITE, metavar="FILE",
         help="this cluster's settings (default: launch/slurm/site.toml, if there is one; "
         "site.example.toml explains it)")  # fmt: skip
+    add("--preflight", action="store_true",
+        help="check the nodes (launch.preflight) instead of training on them")  # fmt: skip
     do = parser.add_mutually_exclusive_group()
     do.add_argument("--submit", action="store_true", help="write the script and submit it")
     do.add_argument("--interactive", action="store_true",
@@ -94,10 +96,9 @@ def parse_command(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     options, train_flags = parser.parse_args(argv[:split]), argv[split + 1 :]
     if options.processes_per_node is None:
         options.processes_per_node = options.gpus_per_node
-    if min(options.nodes, options.processes_per_node) < 1:
+    if options.processes_per_node < 1:
         raise ConfigError(
-            f"--nodes {options.nodes} with {options.processes_per_node} processes each: "
-            "--nodes, and --gpus-per-node or --processes-per-node, must be 1 or more"
+            f"--gpus-per-node {options.gpus_per_node} starts no process: give --processes-per-node"
         )
     if options.layouts and options.interactive:
         raise ConfigError("--layouts is a job array: leave out --interactive")
@@ -212,6 +213,8 @@ def render(
     script = _put(script, "# site: modules, environment", "\n".join(environment(options, site)))
     script = _put(script, "srun_options=()", f"srun_options=({' '.join(container(site))})")
     shared = (HERE / "run.sh").read_text("utf-8").rstrip()
+    if options.preflight:
+        shared = shared.replace('"$master" train_llm.py', '"$master" -m launch.preflight')
     script = _put(script, "source launch/slurm/run.sh", "\n" + shared)
     flags, folder = shlex.join(train_flags), shlex.quote(str(run_dir))
     if not options.layouts:
