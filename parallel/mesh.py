@@ -166,10 +166,12 @@ def init_ranks(
                 "CPU already; leave it out"
             )
         device, backend = torch.device("cpu"), "gloo"
+    # The last collectives of a rank, which a diagnosis reads; the groups look it up when made.
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
     timeout = datetime.timedelta(seconds=comm_timeout)
     store = store or _meet(launch, timeout)
     dist.init_process_group(
         backend, store=store, rank=launch.rank, world_size=launch.world_size, timeout=timeout
     )
-    control = dist.new_group(backend="gloo", timeout=timeout)
+    control = dist.new_group(backend="gloo", timeout=timeout, group_desc="control")
     return Ranks(launch, device, make_mesh(device.type, layout), control, store)

@@ -39,7 +39,7 @@ def _serve(rank: int, world_size: int, port: int | None, pipe, log: str) -> None
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for stream in (1, 2):
         os.dup2(output, stream)
-    faulthandler.register(signal.SIGUSR2, all_threads=True)
+    faulthandler.register(signal.SIGQUIT, all_threads=True)
     import torch
     import torch.distributed as dist
 
@@ -132,7 +132,7 @@ class Group:
         """Kill the ranks after asking for their stacks; what they wrote to stdout and stderr."""
         for process in self._processes:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(process.pid, signal.SIGUSR2)
+                os.kill(process.pid, signal.SIGQUIT)
         time.sleep(0.5)
         text = open(self._log.name, errors="replace").read()  # noqa: SIM115
         self.close()

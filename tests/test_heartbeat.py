@@ -1,12 +1,18 @@
 """Who is named when the training stands still, with hearts of several ranks in one process."""
 
+import json
+import os
+import shutil
+import signal
 import time
 from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
 
+from training.diagnosis import Diagnosis
 from training.heartbeat import Heartbeat
+from training.run_dir import RunDir
 
 LIMIT = 2.0  # an interval of 0.1 seconds
 
@@ -17,13 +23,14 @@ def store():
 
 
 @pytest.fixture
-def heart(store):
+def heart(store, tmp_path):
     """Make the heart of a rank among three; all are stopped in the end."""
     made = []
 
     def make(rank: int, limit: float = LIMIT, on_stall=lambda stall: None) -> Heartbeat:
-        ranks = SimpleNamespace(rank=rank, launch=SimpleNamespace(world_size=3), store=store)
-        made.append(Heartbeat(ranks, limit, on_stall))
+        launch, mesh = SimpleNamespace(world_size=3), SimpleNamespace(mesh_dim_names=())
+        ranks = SimpleNamespace(rank=rank, launch=launch, mesh=mesh, store=store)
+        made.append(Heartbeat(ranks, limit, on_stall, Diagnosis(RunDir(tmp_path), ranks)))
         return made[-1]
 
     yield make
@@ -100,3 +107,41 @@ def test_the_watch_ends_a_training_that_stands_still(heart):
         time.sleep(0.01)
     assert time.monotonic() - moved < LIMIT + 0.1
     assert {stall.rank for stall in stalls} == {2}
+
+
+def test_one_rank_asks_and_all_leave_their_diagnosis(heart, tmp_path):
+    """Also a signal asks, while the main thread is elsewhere."""
+    hearts = [heart(rank) for rank in range(3)]
+    for each in hearts:
+        each.at(5, "evaluation")
+    started = time.monotonic()
+    hearts[0].ask_all()
+    assert time.monotonic() - started < 1
+    found = [json.loads((tmp_path / f"diagnosis/rank-0000{r}.json").read_text()) for r in range(3)]
+    assert [(f["rank"], f["step"], f["phase"]) for f in found] == [
+        (rank, 5, "evaluation") for rank in range(3)
+    ]
+    assert found[1]["threads"][0]["name"] == "MainThread"
+    assert any("tests/test_heartbeat.py" in frame for frame in found[1]["threads"][0]["frames"])
+    assert len(json.loads((tmp_path / "diagnosis/beats.json").read_text())["beats"]) == 3
+
+    shutil.rmtree(tmp_path / "diagnosis")
+    os.kill(os.getpid(), signal.SIGUSR2)
+    while not (tmp_path / "diagnosis/beats.json").exists() and time.monotonic() - started < 10:
+        time.sleep(0.05)
+    assert len(list((tmp_path / "diagnosis").glob("rank-*.json"))) == 3
+
+
+def test_a_rank_that_cannot_write_or_ask_goes_on(heart, store, tmp_path):
+    """Neither a run directory that takes nothing nor a store that is gone raises or blocks."""
+    (tmp_path / "diagnosis").touch()
+    first = heart(1)
+
+    def gone(*_):
+        time.sleep(60)
+
+    first._store = SimpleNamespace(set=gone, check=gone, add=gone, multi_get=gone)
+    started = time.monotonic()
+    first.leave(ValueError("the error")).join()
+    first.ask_all()
+    assert time.monotonic() - started < 1 and (tmp_path / "diagnosis").read_bytes() == b""

@@ -120,7 +120,7 @@ class Checkpointer:
         if config.async_checkpoint:
             # Of its own, since the training uses the other groups at the same time.
             timeout = datetime.timedelta(seconds=config.comm_timeout)
-            self._group = dist.new_group(backend="gloo", timeout=timeout)
+            self._group = dist.new_group(backend="gloo", timeout=timeout, group_desc="checkpoint")
             cuda = ranks.device.type == "cuda"
             self._stager = DefaultStager(
                 StagingOptions(

@@ -19,6 +19,7 @@ from parallel.mesh import Ranks
 from training.checkpoint import CheckpointError, Progress
 from training.checkpoint_dir import read_checkpoint_state
 from training.config import Config, seconds
+from training.diagnosis import Diagnosis
 from training.heartbeat import Heartbeat, Stall
 from training.loop import SIGNAL, TIME, NonFiniteError
 from training.reporter import Reporter, say
@@ -27,6 +28,8 @@ from training.start import describe
 
 # Training and heartbeat may both find that the run has failed; neither ends it while one speaks.
 _speaking = threading.Lock()
+# Seconds that a rank's own diagnosis may take once its failure is reported.
+_LEAVING = 2.0
 
 
 @contextlib.contextmanager
@@ -55,11 +58,14 @@ def reporting(
             os._exit(1)
 
     def stalled(stall: Stall) -> None:
+        leaving = heartbeat.leave()
         rank_logger(run, ranks.rank).error("%s", stall.message)
-        _speak(run, stall.rank, stall.step, stall.message)
+        _speak(run, heartbeat, stall.rank, stall.step, stall.message)
+        leaving.join(_LEAVING)
         end(None)
 
-    reporter, heartbeat = None, Heartbeat(ranks, config.run.comm_timeout, stalled)
+    diagnosis = Diagnosis(run, ranks)
+    reporter, heartbeat = None, Heartbeat(ranks, config.run.comm_timeout, stalled, diagnosis)
     try:
         if ranks.rank == 0:
             first = read_checkpoint_state(checkpoint)["step"] if checkpoint else 0
@@ -76,7 +82,9 @@ def reporting(
     except BaseException as error:  # DCP's own exception is not an Exception
         if isinstance(error, SystemExit | KeyboardInterrupt):
             raise
+        leaving = heartbeat.leave(error, _is_lost_peer(error))
         _fail(error, run, ranks, progress, heartbeat)
+        leaving.join(_LEAVING)
         end(reporter)
 
 
@@ -87,27 +95,37 @@ def _fail(
     rank_logger(run, ranks.rank).exception("failed in step %d", step)
     if run.has_failed():
         return
+    # The first two are raised on all ranks at one place: each leaves its own diagnosis unasked.
     if isinstance(error, NonFiniteError):
-        _speak(run, error.ranks[0], error.step, str(error))
+        _speak(run, None, error.ranks[0], error.step, str(error))
     elif isinstance(error, CheckpointError):
-        _speak(run, ranks.rank, progress.step, str(error))
+        _speak(run, None, ranks.rank, progress.step, str(error))
     elif _is_lost_peer(error) and (stall := heartbeat.find_stall()):
         # A process that was killed cannot speak for itself.
-        _speak(run, stall.rank, stall.step, stall.message)
+        _speak(run, heartbeat, stall.rank, stall.step, stall.message)
     else:
         text = f"{type(error).__name__}: {error}"
-        _speak(run, ranks.rank, step, text, traceback.format_exc().rstrip())
+        _speak(run, heartbeat, ranks.rank, step, text, traceback.format_exc().rstrip())
 
 
 def _is_lost_peer(error: BaseException) -> bool:
     return isinstance(error, dist.DistError) or "gloo" in str(error)
 
 
-def _speak(run: RunDir, rank: int, step: int, text: str, detail: str | None = None) -> None:
-    """Say that ``rank`` failed, if no rank has said anything yet."""
+def _speak(
+    run: RunDir,
+    heartbeat: Heartbeat | None,
+    rank: int,
+    step: int,
+    text: str,
+    detail: str | None = None,
+) -> None:
+    """Say that ``rank`` failed, if no rank has said anything yet, and then ask where all are."""
     with _speaking:
         if run.fail(rank, step, text):
             say(f"train_llm.py: error on rank {rank}: {detail or text}", sys.stderr)
+            if heartbeat:
+                heartbeat.ask_all()
 
 
 def report_save(

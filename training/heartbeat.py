@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from parallel.mesh import Ranks
+from training.diagnosis import Diagnosis
 
 
 class Beat(NamedTuple):
@@ -42,19 +43,27 @@ class Heartbeat:
             as in a long save, is left alone.
         on_stall: called from the watching thread, since the training is stuck; it is to end the
             process.
+        diagnosis: writes where this rank is, when a rank asks for it.
     """
 
-    def __init__(self, ranks: Ranks, limit: float, on_stall: Callable[[Stall], None]):
+    def __init__(
+        self,
+        ranks: Ranks,
+        limit: float,
+        on_stall: Callable[[Stall], None],
+        diagnosis: Diagnosis,
+    ):
         self._rank, self._world_size = ranks.rank, ranks.launch.world_size
-        self._limit, self._on_stall = limit, on_stall
+        self._limit, self._on_stall, self._diagnosis = limit, on_stall, diagnosis
         self._interval = min(2.0, limit / 20)
+        # How long an answer to ask_all may take: a beat to hear of it, and two to write.
+        self._patience = min(5.0, 3 * self._interval)
         self._beats, self._now, self._moved = 0, (0, 0, "start"), time.monotonic()
-        self._stopped = threading.Event()
-        if self._world_size > 1:
-            # A client of its own, since a wait in the training would keep this one waiting too.
-            self._store = ranks.store.clone()
-            self._beat()
-            threading.Thread(target=self._watch, name="heartbeat", daemon=True).start()
+        self._stopped, self._answered = threading.Event(), 0
+        # A client of its own, since a wait in the training would keep this one waiting too.
+        self._store = ranks.store.clone() if self._world_size > 1 else None
+        self._beat()
+        threading.Thread(target=self._watch, name="heartbeat", daemon=True).start()
 
     def at(self, step: int, phase: str) -> None:
         """Note what this rank does from now on; all ranks note the same phases in the same order.
@@ -66,6 +75,38 @@ class Heartbeat:
     def stop(self) -> None:
         """Stop watching: the ranks are about to leave."""
         self._stopped.set()
+
+    def leave(
+        self, error: BaseException | None = None, lost_peer: bool = False
+    ) -> threading.Thread:
+        """Write the diagnosis of this rank, in the thread that is returned.
+
+        Args:
+            error, lost_peer: what the training has raised, as in :meth:`Diagnosis.note`.
+        """
+        if error:
+            self._diagnosis.note(error, lost_peer=lost_peer)
+        return self._diagnosis.write(self._answered + 1, *self._now[1:])
+
+    def ask_all(self) -> None:
+        """Have every rank leave its diagnosis, and this one what all have last said.
+
+        Takes at most about five seconds, less where all answer. Without the store nobody can be
+        asked, and this rank alone leaves its own.
+        """
+        asked = self._ask(lambda: self._store.add("diagnosis/asked", 1))
+        if asked is None:
+            self.leave()
+            return
+        keys = [f"diagnosis/{asked}/{rank}" for rank in range(self._world_size)]
+        end = time.monotonic() + self._patience
+        while time.monotonic() < end:
+            self._beat()  # which is also the answer of this rank
+            if self._ask(lambda: self._store.check(keys)):
+                break
+            time.sleep(self._interval / 4)
+        if beats := self._read_all():
+            self._diagnosis.write_beats(asked, beats).join(1)
 
     def find_stall(self) -> Stall | None:
         """Who keeps the others waiting, found by listening for a few seconds; None if nobody."""
@@ -99,11 +140,13 @@ class Heartbeat:
 
     def _watch(self) -> None:
         # The listening takes three intervals; with a fourth to spare it ends within the limit.
-        patience = self._limit - 4 * self._interval
+        patience = self._limit - 4 * self._interval - self._patience
         while not self._stopped.wait(self._interval):
             self._beat()
+            if self._diagnosis.asked_by_signal():
+                self.ask_all()
             moved = self._moved
-            if time.monotonic() - moved < patience:
+            if self._world_size == 1 or time.monotonic() - moved < patience:
                 continue
             stall = self.find_stall()
             if stall and moved == self._moved and not self._stopped.is_set():
@@ -112,7 +155,15 @@ class Heartbeat:
     def _beat(self) -> None:
         self._beats += 1
         beat = json.dumps(Beat(self._beats, *self._now, socket.gethostname()))
-        self._ask(lambda: self._store.set(f"heartbeat/{self._rank}", beat))
+
+        def tell() -> int:
+            self._store.set(f"heartbeat/{self._rank}", beat)
+            return self._store.add("diagnosis/asked", 0)
+
+        asked = self._ask(tell)
+        if asked and asked != self._answered:
+            self._answered, key = asked, f"diagnosis/{asked}/{self._rank}"
+            self._diagnosis.write(asked, *self._now[1:], then=lambda: self._store.set(key, ""))
 
     def _read_all(self) -> list[Beat] | None:
         """The last beat of each rank; None if the store does not answer."""
@@ -133,8 +184,10 @@ class Heartbeat:
         """The store's answer; None if it has none within an interval, or is gone.
 
         Without torchrun the store lives in rank 0, which may be killed or stopped like any other,
-        and its own timeout is that of a start, minutes long.
+        and its own timeout is that of a start, minutes long. One process alone has none.
         """
+        if self._store is None:
+            return None
         answer = []
 
         def ask() -> None:

@@ -11,9 +11,11 @@ import json
 import logging
 import os
 import secrets
+import shutil
 import socket
 import string
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Literal
 
@@ -33,6 +35,17 @@ def _read_object(path: Path) -> dict | None:
     except (OSError, ValueError):
         return None
     return value if isinstance(value, dict) else None
+
+
+def rank_ranges(ranks: Iterable[int]) -> str:
+    """0, 1, 2, 3 and 7 as ``0-3, 7``."""
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and rank == runs[-1][1] + 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    return ", ".join(f"{a}" if a == b else f"{a}-{b}" for a, b in runs)
 
 
 def _kept(line: bytes, step: int) -> bool:
@@ -56,12 +69,30 @@ class RunDir:
         self.fingerprints_jsonl = self.path / "fingerprints.jsonl"
         self.checkpoints = self.path / "checkpoints"
         self.profile = self.path / "profile"
+        self.diagnosis = self.path / "diagnosis"
         self._failed_marker = self.path / ".failed"
         self._lock_fd: int | None = None
 
     def log_file(self, rank: int) -> Path:
         """The log of one global rank."""
         return self.path / "logs" / f"rank-{rank:05d}.log"
+
+    def diagnosis_file(self, rank: int) -> Path:
+        """What one global rank has left when the run was stuck or failed."""
+        return self.diagnosis / f"rank-{rank:05d}.json"
+
+    def put_diagnosis_aside(self) -> None:
+        """Rename what an earlier start has left to ``diagnosis.previous``, and drop what was there.
+
+        Rank 0 calls this before any rank of this start can write one.
+
+        Raises:
+            OSError: if the directory cannot be written.
+        """
+        if self.diagnosis.exists():
+            previous = self.diagnosis.with_suffix(".previous")
+            shutil.rmtree(previous, ignore_errors=True)
+            os.replace(self.diagnosis, previous)
 
     def lock(self) -> None:
         """Begin a start: create the directory and hold it for as long as this process lives.

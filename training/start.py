@@ -31,7 +31,7 @@ from training.data import TokenData, open_tokens
 from training.files import write_atomic
 from training.loop import batch_loss
 from training.reporter import say
-from training.run_dir import RunDir, rank_logger
+from training.run_dir import RunDir, rank_logger, rank_ranges
 from training.tokens import Tokenizer, load_tokenizer, prepare_tokens
 
 if TYPE_CHECKING:
@@ -162,6 +162,10 @@ def begin_run(
         ConfigError: if there is no room for that.
     """
     hosts = [""] * layout.world_size
+    if ranks.rank == 0:
+        # The others cannot fail before rank 0 has joined the collective below.
+        with contextlib.suppress(OSError):
+            run.put_diagnosis_aside()
     dist.all_gather_object(hosts, socket.gethostname(), group=ranks.control)
     if ranks.rank == 0:
         try:
@@ -174,7 +178,7 @@ def begin_run(
                         print(f"train_llm.py: {path} is now {aside.name}", file=sys.stderr)
             run.cut_metrics(read_checkpoint_state(checkpoint)["step"] if checkpoint else 0)
             run.write_status("running")
-            run.record_start(_start_record(layout, ranks, sorted(set(hosts))))
+            run.record_start(_start_record(layout, ranks, hosts))
         except OSError as error:
             raise ConfigError(
                 f"--run-dir {config.run_dir} cannot be written ({error.strerror}): make room, or "
@@ -191,12 +195,13 @@ def _git_commit() -> str | None:
 
 
 def _start_record(layout: Layout, ranks: Ranks, hosts: list[str]) -> dict:
+    on = {host: [r for r, at in enumerate(hosts) if at == host] for host in sorted(set(hosts))}
     return {
         "time": time.time(),
         "layout": layout.name,
         "world_size": layout.world_size,
         "device": torch.cuda.get_device_name() if ranks.device.type == "cuda" else "cpu",
-        "hosts": hosts,
+        "hosts": {host: rank_ranges(here) for host, here in on.items()},
         "python": platform.python_version(),
         "versions": {
             name: version(name) for name in ("torch", "numpy", "datasets", "transformers")

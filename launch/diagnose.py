@@ -1,0 +1,242 @@
+"""Say from the files of a run which rank was where when it hung or failed.
+
+    python -m launch.diagnose runs/debug
+
+Reads only; torch is not imported, and nothing is asked of the processes. Exit codes: 0 a diagnosis
+was printed, 1 the rank named by --stacks has left none, 2 the directory is no run.
+"""
+
+import argparse
+import json
+import os
+import socket
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from launch.verdict import Left, collective_text, current, desyncs, named, waits, where
+from training.run_dir import RunDir, rank_ranges
+
+MAX_ROWS, MAX_LOGS = 30, 64
+STALE = 60  # seconds; more than an answer takes, or clocks differ
+CRASH = "Fatal Python error: "
+
+
+def load(path: Path, folder: str = "diagnosis") -> Left:
+    """What the latest start in a run directory has left.
+
+    Raises:
+        FileNotFoundError: if there is no run in it.
+    """
+    run = RunDir(path)
+    if not any(file.exists() for file in (run.status_json, run.run_json, run.config_toml)):
+        raise FileNotFoundError
+    starts = (_read(run.run_json) or {}).get("starts") or [{}]
+    records, broken = {}, []
+    for file in sorted((path / folder).glob("rank-*.json")):
+        record = _read(file)
+        if record and "threads" in record:
+            records[record["rank"]] = record
+        else:
+            broken.append(file.name)
+    beats = _read(path / folder / "beats.json") or {}
+    records = {rank: r for rank, r in records.items() if not _stale(r, records, beats)}
+    size = starts[-1].get("world_size") or max([0, *records]) + 1
+    left = Left(records, beats.get("beats", []), size, starts[-1].get("hosts") or {}, broken)
+    # A crash of the interpreter leaves its stacks in the log alone.
+    for rank in left.silent[:MAX_LOGS]:
+        if crash := _crash(run.log_file(rank)):
+            left.crashes[rank] = crash
+    return left
+
+
+def _stale(record: dict, records: dict[int, dict], beats: dict) -> bool:
+    """Whether a rank has left this on an earlier request, and nothing on the last one."""
+    newest = max(other["time"] for other in records.values())
+    return record["request"] < beats.get("request", 0) or record["time"] < newest - STALE
+
+
+def _read(path: Path) -> dict | None:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def _crash(log: Path) -> str | None:
+    """What faulthandler has written into a rank's log since its last start; None if nothing."""
+    try:
+        with log.open("rb") as file:
+            file.seek(max(0, os.path.getsize(log) - 2**18))
+            text = file.read().decode(errors="replace")
+    except OSError:
+        return None
+    text = text.rpartition(" INFO started on ")[2]
+    return text[text.index(CRASH) :] if CRASH in text else None
+
+
+def _clock(seconds: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
+
+
+def headline(path: Path, left: Left) -> list[str]:
+    """How the run stands by its status.json, and what that means if nothing else was left."""
+    status = RunDir(path).read_status()
+    if status is None:
+        return ["There is no status.json: no start has got as far as its first step."]
+    at, state = _clock(status["time"]), status["state"]
+    if state == "failed":
+        step = "" if status.get("step") is None else f" in step {status['step']}"
+        return [f"Failed on {at}, rank {status['rank']}{step}: {status['error']}"]
+    if state != "running":
+        why = f" ({status['reason']})" if status.get("reason") else ""
+        lines = [f"It has {state} at step {status['step']} on {at}{why}: nothing is wrong."]
+        return lines + (["What follows was left earlier, on request."] if left.records else [])
+    host, pid = status["host"], status["pid"]
+    lines = [f"status.json says running since {at}, rank 0 being process {pid} on {host}."]
+    if fault := status.get("checkpoint_fault"):
+        lines.append(f"Its checkpoints fail: {fault}")
+    lines.append(_last_logged(path))
+    alive = _alive(pid) if host == socket.gethostname() else None
+    if alive:
+        lines.append(
+            f"That process lives. `kill -USR2 {pid}` there makes every rank leave its place within "
+            "about five seconds, without ending; then run this again."
+        )
+    elif alive is None:
+        lines.append(
+            f"If it lives, `kill -USR2 {pid}` on {host} makes every rank leave its place, without "
+            "ending. If it does not, it was killed or its node went down."
+        )
+    else:
+        lines.append(
+            "That process is gone without a word: it was killed (by the scheduler, a person, or "
+            "the kernel for memory: `dmesg -T | grep -i 'killed process'`), or its node went down. "
+            "The same command goes on from the last checkpoint."
+        )
+    return lines
+
+
+def _alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:
+        return True
+    return True
+
+
+def _last_logged(path: Path) -> str:
+    metrics = RunDir(path).metrics_jsonl
+    try:
+        with metrics.open("rb") as file:
+            file.seek(max(0, os.path.getsize(metrics) - 4096))
+            lines = file.read().splitlines()
+        step = json.loads(lines[-1])["step"]
+        return f"The last logged step is {step}, {_clock(metrics.stat().st_mtime)}."
+    except (OSError, ValueError, KeyError, IndexError):
+        return "No step is logged."
+
+
+def verdict(left: Left) -> list[str]:
+    """Who raised, crashed or is silent, and which collectives the others wait in."""
+    lines = []
+    for (text, place), ranks in _alike(left.raised, lambda r: (r["error"], where(r))):
+        lines.append(f"{named(ranks, capital=True)} raised {text} (at {place}).")
+    for (error,), ranks in _alike(left.crashes, lambda text: (text.splitlines()[0],)):
+        lines.append(f"{named(ranks, capital=True)} crashed: {error}")
+    if left.records:
+        for (host, step, phase), ranks in _alike(left.silent_beats(), tuple):
+            last = f"last heard in step {step}, {phase}" if step is not None else "never heard of"
+            verb = "has" if len(ranks) == 1 else "have"
+            lines.append(
+                f"{named(ranks, capital=True)} on {host} {verb} left nothing (stopped, killed or "
+                f"cut off): {last}."
+            )
+    lines += desyncs(left)
+    lines += waits(left)
+    if left.broken:
+        lines.append(f"Cannot be read: {', '.join(left.broken[:5])}.")
+    return lines
+
+
+def _alike(items: dict, key: Callable) -> list[tuple[tuple, list[int]]]:
+    """Ranks with equal ``key(value)`` together, in the order of their first rank."""
+    groups: dict[tuple, list[int]] = {}
+    for rank, value in items.items():
+        groups.setdefault(key(value), []).append(rank)
+    return sorted(groups.items(), key=lambda item: item[1])
+
+
+def table(left: Left) -> list[str]:
+    """A line for all ranks that were at the same place."""
+
+    def row(record: dict) -> tuple[str, ...]:
+        collective = collective_text(record, current(record))
+        return str(record["step"]), record["phase"], collective, where(record)
+
+    rows = [("rank", "host", "step", "phase", "last collective", "our code")]
+    for cells, ranks in _alike(left.records, row):
+        hosts = sorted({left.records[rank]["host"] for rank in ranks})
+        host = hosts[0] if len(hosts) == 1 else f"{hosts[0]} and {len(hosts) - 1} more"
+        rows.append((rank_ranges(ranks), host, *cells))
+    for (host, step, phase), ranks in _alike(left.silent_beats(), tuple):
+        rows.append((rank_ranges(ranks), host, str(step), phase, "left nothing", ""))
+    more = len(rows) - 1 - MAX_ROWS
+    rows = rows[: MAX_ROWS + 1]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines = ["  ".join(map(str.ljust, cells, widths)).rstrip() for cells in rows]
+    return lines + ([f"... and {more} more"] if more > 0 else [])
+
+
+def stacks(left: Left, rank: int) -> str | None:
+    """The stacks that a rank has left, the innermost call last; None if it has left none."""
+    record = left.records.get(rank)
+    if record is None:
+        return left.crashes.get(rank)
+    lines = [f"rank {rank}, process {record['pid']} on {record['host']}, {_clock(record['time'])}"]
+    for thread in record["threads"]:
+        lines += ["", f"{thread['name']}:", *(f"  {frame}" for frame in thread["frames"][::-1])]
+    if "traceback" in record:
+        lines += ["", record["traceback"].rstrip()]
+    return "\n".join(lines)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Print the diagnosis of a run directory; the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="python -m launch.diagnose",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("run_dir", type=Path, help="the run directory (--run-dir of the training)")
+    parser.add_argument("--stacks", type=int, metavar="RANK", help="print the stacks of one rank")
+    earlier = "what the start before the latest one has left"
+    parser.add_argument("--previous", action="store_true", help=earlier)
+    options = parser.parse_args(argv)
+    path = options.run_dir
+    try:
+        left = load(path, "diagnosis.previous" if options.previous else "diagnosis")
+    except FileNotFoundError:
+        missing = "it has no status.json, run.json or config.toml"
+        print(f"{path} is no run directory: {missing}", file=sys.stderr)
+        return 2
+    if options.stacks is not None:
+        text = stacks(left, options.stacks)
+        print(text or f"rank {options.stacks} has left no stacks in {path}")
+        return 0 if text else 1
+    lines = [] if options.previous else headline(path, left)
+    lines += verdict(left)
+    if left.records:
+        lines += ["", *table(left), "", f"Stacks: python -m launch.diagnose {path} --stacks RANK"]
+    elif options.previous or (RunDir(path).read_status() or {}).get("state") == "failed":
+        lines.append(f"No rank has left a diagnosis. Their logs: {RunDir(path).log_file(0).parent}")
+    print("\n".join(lines))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
