@@ -58,12 +58,10 @@ def parallelize(
     from parallel.context_parallel import apply_context_parallel
     from parallel.data_parallel import apply_fsdp, set_prefetch
     from parallel.grad_compression import set_compute_dtype
+    from parallel.mesh import sharding_mesh
     from parallel.tensor_parallel import apply_tensor_parallel
 
-    data = mesh["dp"]
-    if "cp" in mesh.mesh_dim_names:
-        # Ranks that hold other slices of a sequence hold other shards, too.
-        data = mesh["dp", "cp"]._flatten("dp_cp")
+    data = sharding_mesh(mesh)
     if "dp_replicate" in mesh.mesh_dim_names:
         data = DeviceMesh._concatenate([mesh["dp_replicate"], data])
     model.lm_head.loss_chunks = loss_chunks

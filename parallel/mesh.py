@@ -10,6 +10,7 @@ from functools import cached_property
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from parallel.layout import Launch, Layout, LayoutError
 
@@ -134,6 +135,20 @@ def make_mesh(device_type: str, layout: Layout) -> DeviceMesh:
     return init_device_mesh(device_type, tuple(dims.values()), mesh_dim_names=tuple(dims))
 
 
+def sharding_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """The ranks that share out parameters: dp, and cp, where they read other slices of a batch."""
+    if "cp" not in mesh.mesh_dim_names:
+        return mesh["dp"]
+    return mesh["dp", "cp"]._flatten("dp_cp")
+
+
+def _set_timeout(mesh: DeviceMesh, timeout: datetime.timedelta) -> None:
+    """Give all groups of a mesh a timeout: it builds them with torch's own, of half an hour."""
+    for dim in mesh.mesh_dim_names:
+        _set_pg_timeout(timeout, mesh.get_group(dim))
+    _set_pg_timeout(timeout, sharding_mesh(mesh).get_group())
+
+
 def init_ranks(
     launch: Launch,
     layout: Layout,
@@ -174,4 +189,6 @@ def init_ranks(
         backend, store=store, rank=launch.rank, world_size=launch.world_size, timeout=timeout
     )
     control = dist.new_group(backend="gloo", timeout=timeout, group_desc="control")
-    return Ranks(launch, device, make_mesh(device.type, layout), control, store)
+    mesh = make_mesh(device.type, layout)
+    _set_timeout(mesh, timeout)
+    return Ranks(launch, device, mesh, control, store)
