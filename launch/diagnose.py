@@ -9,13 +9,13 @@ was printed, 1 the rank named by --stacks has left none, 2 the directory is no r
 import argparse
 import json
 import os
+import signal
 import socket
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
-from launch.verdict import Left, collective_text, current, desyncs, named, waits, where
+from launch.verdict import Left, alike, collective_text, current, named, verdict, where
 from training.run_dir import RunDir, rank_ranges
 
 MAX_ROWS, MAX_LOGS = 30, 64
@@ -141,34 +141,31 @@ def _last_logged(path: Path) -> str:
         return "No step is logged."
 
 
-def verdict(left: Left) -> list[str]:
-    """Who raised, crashed or is silent, and which collectives the others wait in."""
+def causes(left: Left) -> list[str]:
+    """Who raised, crashed or is silent."""
     lines = []
-    for (text, place), ranks in _alike(left.raised, lambda r: (r["error"], where(r))):
+    raised, crashes, beats = left.raised, left.crashes, left.silent_beats()
+    for (text, place), ranks in alike(raised, lambda r: (raised[r]["error"], where(raised[r]))):
         lines.append(f"{named(ranks, capital=True)} raised {text} (at {place}).")
-    for (error,), ranks in _alike(left.crashes, lambda text: (text.splitlines()[0],)):
-        lines.append(f"{named(ranks, capital=True)} crashed: {error}")
-    if left.records:
-        for (host, step, phase), ranks in _alike(left.silent_beats(), tuple):
-            last = f"last heard in step {step}, {phase}" if step is not None else "never heard of"
-            verb = "has" if len(ranks) == 1 else "have"
-            lines.append(
-                f"{named(ranks, capital=True)} on {host} {verb} left nothing (stopped, killed or "
-                f"cut off): {last}."
-            )
-    lines += desyncs(left)
-    lines += waits(left)
+    for (error, place), ranks in alike(crashes, lambda rank: _crash_place(crashes[rank])):
+        lines.append(f"{named(ranks, capital=True)} crashed: {error} (at {place}).")
+    for (host, step, phase), ranks in alike(beats, beats.get) if left.records else []:
+        last = "never heard of" if step is None else f"last heard in step {step}, {phase}"
+        verb = "has" if len(ranks) == 1 else "have"
+        lines.append(
+            f"{named(ranks, capital=True)} on {host} {verb} left nothing (stopped, killed or cut "
+            f"off): {last}."
+        )
     if left.broken:
         lines.append(f"Cannot be read: {', '.join(left.broken[:5])}.")
     return lines
 
 
-def _alike(items: dict, key: Callable) -> list[tuple[tuple, list[int]]]:
-    """Ranks with equal ``key(value)`` together, in the order of their first rank."""
-    groups: dict[tuple, list[int]] = {}
-    for rank, value in items.items():
-        groups.setdefault(key(value), []).append(rank)
-    return sorted(groups.items(), key=lambda item: item[1])
+def _crash_place(text: str) -> tuple[str, str]:
+    """The error and the innermost frame of what faulthandler has written."""
+    frames = text.partition("Current thread")[2].splitlines()
+    places = (line.strip() for line in frames if line.startswith("  File "))
+    return text.splitlines()[0].removeprefix(CRASH), next(places, "an unknown place")
 
 
 def table(left: Left) -> list[str]:
@@ -179,11 +176,12 @@ def table(left: Left) -> list[str]:
         return str(record["step"]), record["phase"], collective, where(record)
 
     rows = [("rank", "host", "step", "phase", "last collective", "our code")]
-    for cells, ranks in _alike(left.records, row):
+    for cells, ranks in alike(left.records, lambda rank: row(left.records[rank])):
         hosts = sorted({left.records[rank]["host"] for rank in ranks})
         host = hosts[0] if len(hosts) == 1 else f"{hosts[0]} and {len(hosts) - 1} more"
         rows.append((rank_ranges(ranks), host, *cells))
-    for (host, step, phase), ranks in _alike(left.silent_beats(), tuple):
+    beats = left.silent_beats()
+    for (host, step, phase), ranks in alike(beats, beats.get):
         rows.append((rank_ranges(ranks), host, str(step), phase, "left nothing", ""))
     more = len(rows) - 1 - MAX_ROWS
     rows = rows[: MAX_ROWS + 1]
@@ -229,7 +227,7 @@ def main(argv: list[str] | None = None) -> int:
         print(text or f"rank {options.stacks} has left no stacks in {path}")
         return 0 if text else 1
     lines = [] if options.previous else headline(path, left)
-    lines += verdict(left)
+    lines += causes(left) + verdict(left)
     if left.records:
         lines += ["", *table(left), "", f"Stacks: python -m launch.diagnose {path} --stacks RANK"]
     elif options.previous or (RunDir(path).read_status() or {}).get("state") == "failed":
@@ -239,4 +237,6 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    # As of any tool whose output is read by head.
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     sys.exit(main())

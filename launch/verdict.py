@@ -1,6 +1,8 @@
 """Who waits for whom in which collective, from what the ranks have left. Torch-free."""
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 from training.run_dir import rank_ranges
 
@@ -79,6 +81,9 @@ def named(ranks: list[int], capital: bool = False) -> str:
 def current(record: dict) -> dict | None:
     """The collective that a rank is in, or was in last; None if none is recorded."""
     found = record["collectives"] or []
+    # A save goes on in a thread of its own, beside the training.
+    training = [e for e in found if record["groups"][e["group"]]["dim"] != "checkpoint"]
+    found = found if "checkpoint" in record["phase"] else training
     unfinished = [entry for entry in found if entry["state"] != "completed"]
     if not unfinished:
         return found[-1] if found else None
@@ -116,62 +121,83 @@ def _group(record: dict, entry: dict) -> tuple[str, str]:
     return group["dim"], group["ranks"] or UNKNOWN
 
 
-def waits(left: Left) -> list[str]:
-    """A line for each collective that ranks wait in: who waits, and who has not joined it."""
+def verdict(left: Left) -> list[str]:
+    """Who called different collectives, who waits in which, and whom they wait for."""
+    lines, absent = [], set()
+    for (dim, members, number), kinds in list(_mismatches(left).items())[:MAX_LINES]:
+        calls = [f"{named(ranks)} called {', '.join(sorted(kind))}" for kind, ranks in kinds]
+        lines.append(f"DESYNC in {dim} (ranks {members}), number {number}: {'; '.join(calls)}.")
+    waiting = _waiting(left)
+    for (dim, op, number, _), (groups, ranks, behind) in list(waiting.items())[:MAX_LINES]:
+        of = f"ranks {groups[0]}" if len(groups) == 1 else f"{len(groups)} groups"
+        verb = "waits" if len(ranks) == 1 else "wait"
+        line = f"{named(ranks, capital=True)} {verb} in {op} of {dim} ({of})"
+        if number is not None:
+            line += f", number {number}"
+        if behind:
+            line += f", which {named(behind)} {'has' if len(behind) == 1 else 'have'} not joined"
+        lines.append(line + ".")
+        absent.update(behind)
+    if len(waiting) > MAX_LINES:
+        lines.append(f"... and {len(waiting) - MAX_LINES} more collectives.")
+    stuck = {rank for _, ranks, _ in waiting.values() for rank in ranks}
+    idle = [r for r in sorted(absent - stuck) if r in left.records and r not in left.raised]
+    for place, ranks in alike(idle, lambda rank: where(left.records[rank])):
+        verb = "is" if len(ranks) == 1 else "are"
+        lines.append(f"{named(ranks, capital=True)} {verb} in no collective, but at {place}.")
+    return lines
+
+
+def alike(ranks: Iterable[int], key: Callable[[int], Any]) -> list[tuple[Any, list[int]]]:
+    """Ranks of equal ``key`` together, in the order in which they come."""
+    groups: dict[Any, list[int]] = {}
+    for rank in ranks:
+        groups.setdefault(key(rank), []).append(rank)
+    return list(groups.items())
+
+
+def _waiting(left: Left) -> dict[tuple, tuple[list[str], list[int], list[int]]]:
+    """By dim, op, number and whether somebody is missing: groups, who waits, who has not joined.
+
+    Groups of one dim at the same place are one: on 4096 ranks there are hundreds.
+    """
+    mismatches, merged = _mismatches(left), {}
     waiting: dict[tuple, list[int]] = {}
     for rank, record in left.records.items():
         entry = current(record)
         if entry and entry["state"] != "completed" and rank not in left.raised:
             number = None if entry["p2p"] else entry["number"]
             waiting.setdefault((*_group(record, entry), _op(entry), number), []).append(rank)
-    # Groups of one dim at the same place are one line: on 4096 ranks there are hundreds.
-    merged: dict[tuple, tuple[list[str], list[int], list[int]]] = {}
     for (dim, members, op, number), ranks in waiting.items():
-        groups, waiters, absent = merged.setdefault((dim, op, number), ([], [], []))
-        groups.append(members)
-        waiters += ranks
+        behind = []
         if number is not None and members != UNKNOWN:
-            others = ranks_in(members) - set(ranks)
-            behind = {r for r in others if left.last_number(r, (dim, members)) < number}
-            absent += behind
-    lines = []
-    for (dim, op, number), (groups, waiters, absent) in merged.items():
-        of = f"ranks {groups[0]}" if len(groups) == 1 else f"{len(groups)} groups"
-        verb = "waits" if len(waiters) == 1 else "wait"
-        line = f"{named(waiters, capital=True)} {verb} in {op} of {dim} ({of})"
-        if number is not None:
-            verb = "has" if len(absent) == 1 else "have"
-            joined = f"{named(absent)} {verb} not joined" if absent else "all have joined"
-            line += f", number {number}, which {joined}"
-        lines.append(line + ".")
-    more = len(lines) - MAX_LINES
-    return lines[:MAX_LINES] + ([f"... and {more} more collectives."] if more > 0 else [])
+            others = sorted(ranks_in(members) - set(ranks))
+            behind = [r for r in others if left.last_number(r, (dim, members)) < number]
+        desync = (dim, members, number) in mismatches
+        found = merged.setdefault((dim, op, number, bool(behind) or desync), ([], [], []))
+        for whole, part in zip(found, ([members], ranks, behind), strict=True):
+            whole += part
+    return merged
 
 
-def desyncs(left: Left) -> list[str]:
-    """A line for each group whose ranks called different collectives under the same number."""
-    called: dict[tuple, dict[int, dict[int, list[dict]]]] = {}
+def _mismatches(left: Left) -> dict[tuple, list[tuple[frozenset, list[int]]]]:
+    """Of each group (dim, members) the first number under which ranks called different things."""
+    called: dict[tuple, dict[int, dict[int, set[str]]]] = {}
     for rank, record in left.records.items():
         for entry in record["collectives"] or []:
             if not entry["p2p"]:
                 by_number = called.setdefault(_group(record, entry), {})
-                by_number.setdefault(entry["number"], {}).setdefault(rank, []).append(entry)
-    lines = []
-    for (dim, members), by_number in called.items():
+                by_rank = by_number.setdefault(entry["number"], {})
+                by_rank.setdefault(rank, set()).add(_signature(entry))
+    found = {}
+    for group, by_number in called.items():
         for number, by_rank in sorted(by_number.items()):
-            kinds: dict[frozenset, list[int]] = {}
-            for rank, entries in by_rank.items():
-                kinds.setdefault(frozenset(map(_signature, entries)), []).append(rank)
-            first, *others = kinds
+            kinds = alike(by_rank, lambda rank, calls=by_rank: frozenset(calls[rank]))
             # A coalesced call has several entries of one number, some of which may be cut off.
-            if all(first & other for other in others):
-                continue
-            calls = [f"{named(who)} called {', '.join(sorted(k))}" for k, who in kinds.items()]
-            where = f"{dim} (ranks {members}), number {number}"
-            lines.append(f"DESYNC in {where}: {'; '.join(calls)}.")
-            break
-    more = len(lines) - MAX_LINES
-    return lines[:MAX_LINES] + ([f"... and {more} more groups."] if more > 0 else [])
+            if not all(kinds[0][0] & kind for kind, _ in kinds):
+                found[(*group, number)] = kinds
+                break
+    return found
 
 
 def _signature(entry: dict) -> str:

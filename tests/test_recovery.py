@@ -14,6 +14,7 @@ from unittest import mock
 import pytest
 import torch
 
+from launch import diagnose
 from tests.launch import REPO, SMALL, checkpoint_tensors, command, curve, rows, run_main, train
 from tests.ranks import Group, RankError, free_port
 from tests.test_checkpoint import flip
@@ -42,6 +43,18 @@ def status(run_dir: Path) -> dict:
 
 def steps(run_dir: Path) -> list[int]:
     return [row["step"] for row in rows(run_dir)]
+
+
+@pytest.fixture
+def diagnosis(capsys):
+    """What ``python -m launch.diagnose`` says."""
+
+    def call(*argv: object) -> str:
+        capsys.readouterr()
+        assert diagnose.main([str(word) for word in argv]) == 0
+        return capsys.readouterr().out
+
+    return call
 
 
 @pytest.fixture(scope="module")
@@ -134,7 +147,7 @@ def test_stop_after(launched2, tmp_path):
 # Crashes and hangs
 
 
-def test_torchrun_restarts_after_a_kill(launched2, tmp_path):
+def test_torchrun_restarts_after_a_kill(launched2, tmp_path, diagnosis):
     """Its own restart, with the store of the first attempt, goes on from the last checkpoint."""
     launcher = [*TORCHRUN, "--standalone", "--max-restarts", "2"]
     # The restart is to go on from the newest one, not once more from the one that is named.
@@ -152,21 +165,38 @@ def test_torchrun_restarts_after_a_kill(launched2, tmp_path):
     # Rank 0 only lost its connection; the one that says so names the one that is gone.
     assert "error on rank 1: rank 1 on " in err and "its process is stopped or gone" in err
     assert err.count("train_llm.py: error") == 1
+    # What the first attempt has left is not taken for something of the second.
+    assert "left nothing" not in diagnosis(tmp_path)
+    found = diagnosis(tmp_path, "--previous")
+    assert "Rank 1 on " in found and "has left nothing (stopped, killed" in found
+    assert "Rank 0 waits in " in found and ", which rank 1 has not joined" in found
 
 
-def test_a_stopped_rank_is_named_within_the_timeout(tmp_path):
+def test_a_stopped_rank_is_named_within_the_timeout(tmp_path, diagnosis):
     argv = [*SMALL, "--tp", 2, "--run-dir", tmp_path, "--steps", 10**6, "--log-every", 50]
     process = command(*argv, "--comm-timeout", 10, launcher=TORCHRUN)
     wait_until((tmp_path / "metrics.jsonl").exists, process)
-    time.sleep(2)
-    stuck = workers(process)[1]
+    # A signal to one rank makes all say where they are, and ends nothing.
+    other, stuck = workers(process)
+    os.kill(other, signal.SIGUSR2)
+    answers = [tmp_path / f"diagnosis/rank-0000{rank}.json" for rank in range(2)]
+    wait_until(lambda: all(file.exists() for file in answers), process)
+    asked = diagnosis(tmp_path)
+    assert "That process lives." in asked and "left nothing" not in asked
+    time.sleep(1)
     os.kill(stuck, signal.SIGSTOP)
     started = time.monotonic()
     wait_until(lambda: status(tmp_path)["state"] == "failed", process)
     assert time.monotonic() - started < 10
+    wait_until(lambda: "left nothing" in diagnosis(tmp_path), process)
+    assert time.monotonic() - started < 11
     os.kill(stuck, signal.SIGKILL)
     _, err = process.communicate(timeout=60)
     assert process.returncode == 1
+    said = diagnosis(tmp_path)
+    assert "Rank 1 on " in said and "has left nothing (stopped, killed or cut off)" in said
+    assert "Rank 0 waits in all_" in said and ", which rank 1 has not joined." in said
+    assert f"launch.diagnose {tmp_path} says which rank was where" in err
     found = status(tmp_path)
     assert found["rank"] == 1 and "rank 1 on " in found["error"]
     assert "does not answer" in found["error"] and "Rank 0 waits for it in step" in found["error"]
@@ -190,7 +220,7 @@ def hang(argv: list[str], port: int):
         return run_main(argv, port)
 
 
-def test_a_rank_that_is_behind_is_named(tmp_path):
+def test_a_rank_that_is_behind_is_named(tmp_path, diagnosis):
     """Its process lives, and so does its pulse; it is the one the others wait for."""
     group = Group(4, process_group=False, timeout=60)
     argv = [*SMALL, "--run-dir", tmp_path, "--steps", 9, "--tp", 2, "--comm-timeout", 10]
@@ -202,6 +232,9 @@ def test_a_rank_that_is_behind_is_named(tmp_path):
         "rank 1 on " in found["error"]
         and "is behind; last in step 3, waiting for the data" in found["error"]
     )
+    said = diagnosis(tmp_path)
+    assert "not joined" in said and "left nothing" not in said
+    assert "training/loop.py" in diagnosis(tmp_path, "--stacks", 1)
 
 
 def fail_on_one(argv: list[str], port: int):
@@ -235,10 +268,10 @@ def kill_one(argv: list[str], port: int):
         return run_main(argv, port)
 
 
-def test_a_rank_that_is_lost_within_a_stage_is_named(tmp_path):
+def test_a_rank_that_is_lost_within_a_stage_is_named(tmp_path, diagnosis):
     """torch's pipeline wraps what the survivors see."""
     group = Group(4, process_group=False, timeout=60)
-    argv = [*SMALL, "--run-dir", tmp_path, "--steps", 9, "--tp", 2, "--comm-timeout", 10]
+    argv = [*SMALL, "--run-dir", tmp_path, "--steps", 9, "--tp", 2, "--comm-timeout", 6]
     argv += ["--pp", 2, "--pp-schedule", "interleaved", "--num-hidden-layers", 4]
     with pytest.raises(RankError, match="rank 3: died") as failure:
         group.run(kill_one, [str(word) for word in argv], free_port())
@@ -246,9 +279,11 @@ def test_a_rank_that_is_lost_within_a_stage_is_named(tmp_path):
     assert found["rank"] == 3 and found["error"].startswith("rank 3 on "), found
     said = str(failure.value)
     assert said.count("train_llm.py: error") == 1 and "Schedule" not in said
+    said = diagnosis(tmp_path)
+    assert "Rank 3 on " in said and "has left nothing" in said and "raised" not in said
 
 
-def test_the_first_error_is_the_one_that_is_seen(tmp_path):
+def test_the_first_error_is_the_one_that_is_seen(tmp_path, diagnosis):
     group = Group(4, process_group=False, timeout=60)
     argv = [*SMALL, "--run-dir", tmp_path, "--steps", 9, "--tp", 2, "--checkpoint-every", 1]
     with pytest.raises(RankError) as failure:
@@ -257,6 +292,10 @@ def test_the_first_error_is_the_one_that_is_seen(tmp_path):
     assert str(failure.value).count("train_llm.py: error") == 1
     # The save that had begun before was finished.
     assert (tmp_path / "checkpoints/step-00000002/state.json").exists()
+    said = diagnosis(tmp_path)
+    assert "Rank 1 raised ValueError: the first error (at tests/test_recovery.py:" in said
+    assert "not joined" in said and said.count("raised") == 1
+    assert "ValueError: the first error" in diagnosis(tmp_path, "--stacks", 1)
 
 
 def test_kills_at_random_instants_change_nothing(tmp_path):
