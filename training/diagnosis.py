@@ -195,6 +195,9 @@ def _collectives(mesh: DeviceMesh, failed: bool) -> tuple[list[dict] | None, dic
     if entries is None:
         return None, {}
     kept, by_group = [], {}
+    # A save goes on in a thread of its own; what has failed is of the training.
+    training = [e for e in entries if e["process_group"][1] != "checkpoint"]
+    failure = training[-1] if failed and training else None
     for order, entry in enumerate(entries):
         name, description = entry["process_group"]
         found = {
@@ -207,7 +210,7 @@ def _collectives(mesh: DeviceMesh, failed: bool) -> tuple[list[dict] | None, dic
             "dtypes": entry["input_dtypes"],
             "time": entry["time_created_ns"] / 1e9,
         }
-        if failed and order == len(entries) - 1:
+        if entry is failure:
             found["state"] = "failed"
         by_group.setdefault((name, description), []).append((order, found))
     groups = {}

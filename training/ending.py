@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
 import torch.distributed as dist
@@ -22,7 +22,7 @@ from training.config import Config, seconds
 from training.diagnosis import Diagnosis
 from training.heartbeat import Heartbeat, Stall
 from training.loop import SIGNAL, TIME, NonFiniteError
-from training.reporter import Reporter, say
+from training.reporter import Reporter, duration, say
 from training.run_dir import RunDir, rank_logger
 from training.start import describe
 
@@ -60,7 +60,7 @@ def reporting(
     def stalled(stall: Stall) -> None:
         leaving = heartbeat.leave()
         rank_logger(run, ranks.rank).error("%s", stall.message)
-        _speak(run, heartbeat, stall.rank, stall.step, stall.message)
+        _speak(run, heartbeat, stall.rank, stall.step, stall.message, silent=stall.silent)
         leaving.join(_LEAVING)
         end(None)
 
@@ -94,6 +94,8 @@ def _fail(
     step = progress.step + 1
     rank_logger(run, ranks.rank).exception("failed in step %d", step)
     if run.has_failed():
+        if not isinstance(error, NonFiniteError | CheckpointError):
+            heartbeat.linger()
         return
     # The first two are raised on all ranks at one place: each leaves its own diagnosis unasked.
     if isinstance(error, NonFiniteError):
@@ -102,7 +104,7 @@ def _fail(
         _speak(run, None, ranks.rank, progress.step, str(error))
     elif _is_lost_peer(error) and (stall := heartbeat.find_stall()):
         # A process that was killed cannot speak for itself.
-        _speak(run, heartbeat, stall.rank, stall.step, stall.message)
+        _speak(run, heartbeat, stall.rank, stall.step, stall.message, silent=stall.silent)
     else:
         text = f"{type(error).__name__}: {error}"
         _speak(run, heartbeat, ranks.rank, step, text, traceback.format_exc().rstrip())
@@ -119,13 +121,18 @@ def _speak(
     step: int,
     text: str,
     detail: str | None = None,
+    silent: Collection[int] = (),
 ) -> None:
     """Say that ``rank`` failed, if no rank has said anything yet, and then ask where all are."""
     with _speaking:
         if run.fail(rank, step, text):
             say(f"train_llm.py: error on rank {rank}: {detail or text}", sys.stderr)
             if heartbeat:
-                heartbeat.ask_all()
+                heartbeat.ask_all(silent)
+                what = "says which rank was where"
+                say(f"train_llm.py: python -m launch.diagnose {run.path} {what}", sys.stderr)
+        elif heartbeat:
+            heartbeat.linger()
 
 
 def report_save(
@@ -163,6 +170,25 @@ def stop_requests(started: float, stop_after: str | None) -> Callable[[], str | 
     return why
 
 
+def _summary(outcome: str, run: RunDir, progress: Progress, reporter: Reporter) -> list[str]:
+    """What this start has come to, a line each."""
+    lines = []
+    if rows := reporter.rows:
+        speed = statistics.median(row["tokens_per_s"] for row in rows)
+        memory = max(row["peak_memory_bytes"] or 0 for row in rows) / 2**20
+        loss = "none" if rows[-1]["loss"] is None else f"{rows[-1]['loss']:.4f}"
+        lines.append(
+            f"{outcome} at step {progress.step}: loss {loss}, "
+            f"median {speed:,.0f} tokens/s, peak memory {memory:,.0f} MiB per rank"
+        )
+    checkpoint = run.newest_checkpoint()
+    lines.append(
+        f"start {run.starts()} of this run took {duration(time.monotonic() - reporter.started)}; "
+        f"newest checkpoint: {checkpoint.name if checkpoint else 'none'}"
+    )
+    return [*lines, f"run directory: {run.path}"]
+
+
 def finish(
     stopped: str | None,
     run: RunDir,
@@ -178,16 +204,8 @@ def finish(
         reporter.flush()
         run.write_status(outcome, step=progress.step, **({"reason": stopped} if stopped else {}))
         reporter.close()
-        if rows := reporter.rows:
-            speed = statistics.median(row["tokens_per_s"] for row in rows)
-            memory = max(row["peak_memory_bytes"] or 0 for row in rows) / 2**20
-            loss = "none" if rows[-1]["loss"] is None else f"{rows[-1]['loss']:.4f}"
-            say(
-                f"{outcome} at step {progress.step}: loss {loss}, "
-                f"median {speed:,.0f} tokens/s, peak memory {memory:,.0f} MiB per rank",
-                sys.stdout,
-            )
-        say(f"run directory: {run.path}", sys.stdout)
+        for line in _summary(outcome, run, progress, reporter):
+            say(line, sys.stdout)
         try:
             sys.stdout.flush()
         except OSError:

@@ -10,7 +10,7 @@ import json
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
 from parallel.mesh import Ranks
@@ -28,11 +28,12 @@ class Beat(NamedTuple):
 
 
 class Stall(NamedTuple):
-    """The rank that the others wait for, its last step, and a line that says so."""
+    """The rank that the others wait for, its last step, a line that says so, and who is silent."""
 
     rank: int
     step: int
     message: str
+    silent: tuple[int, ...] = ()
 
 
 class Heartbeat:
@@ -88,25 +89,42 @@ class Heartbeat:
             self._diagnosis.note(error, lost_peer=lost_peer)
         return self._diagnosis.write(self._answered + 1, *self._now[1:])
 
-    def ask_all(self) -> None:
+    def ask_all(self, silent: Collection[int] = ()) -> None:
         """Have every rank leave its diagnosis, and this one what all have last said.
 
         Takes at most about five seconds, less where all answer. Without the store nobody can be
         asked, and this rank alone leaves its own.
+
+        Args:
+            silent: ranks that are known not to answer.
         """
         asked = self._ask(lambda: self._store.add("diagnosis/asked", 1))
         if asked is None:
             self.leave()
             return
-        keys = [f"diagnosis/{asked}/{rank}" for rank in range(self._world_size)]
+        if beats := self._read_all():
+            # First, in case this process is ended while it waits; ranks without an answer have
+            # nothing later to say.
+            self._diagnosis.write_beats(asked, beats).join(1)
+        others = (rank for rank in range(self._world_size) if rank not in silent)
+        keys = [f"diagnosis/{asked}/{rank}" for rank in others]
         end = time.monotonic() + self._patience
         while time.monotonic() < end:
             self._beat()  # which is also the answer of this rank
-            if self._ask(lambda: self._store.check(keys)):
-                break
+            if self._ask(lambda: self._store.check(keys)) is not False:
+                break  # all have answered, or the store is gone
             time.sleep(self._interval / 4)
-        if beats := self._read_all():
-            self._diagnosis.write_beats(asked, beats).join(1)
+        self._ask(lambda: self._store.add("diagnosis/done", 1))
+
+    def linger(self) -> None:
+        """Stay while another rank asks: without torchrun, rank 0 holds the store for all."""
+
+        def done() -> int | None:
+            return self._ask(lambda: self._store.add("diagnosis/done", 0))
+
+        before, end = done(), time.monotonic() + self._patience
+        while self._rank == 0 and time.monotonic() < end and done() == before:
+            time.sleep(self._interval / 4)
 
     def find_stall(self) -> Stall | None:
         """Who keeps the others waiting, found by listening for a few seconds; None if nobody."""
@@ -136,7 +154,7 @@ class Heartbeat:
         message = f"rank {rank} on {beat.host}{more} {what}; last in step {beat.step}, {beat.phase}"
         if rank != self._rank:
             message += f". Rank {self._rank} waits for it in step {mine.step}, {mine.phase}"
-        return Stall(rank, beat.step, message)
+        return Stall(rank, beat.step, message, tuple(silent))
 
     def _watch(self) -> None:
         # The listening takes three intervals; with a fourth to spare it ends within the limit.

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import sys
+import time
 from pathlib import Path
 from typing import TextIO
 
@@ -21,7 +22,7 @@ def _count(number: float) -> str:
     return f"{number:.0f}"
 
 
-def _duration(seconds: float) -> str:
+def duration(seconds: float) -> str:
     """108 seconds as 1m48s."""
     minutes, seconds = divmod(round(seconds), 60)
     return f"{minutes // 60}h{minutes % 60:02d}m" if minutes >= 60 else f"{minutes}m{seconds:02d}s"
@@ -59,6 +60,7 @@ class Reporter:
         """
         self._run_dir, self._steps, self._stream = run_dir, steps, stream or sys.stdout
         self.rows: list[dict] = []  # of this start
+        self.started = time.monotonic()
         self._bar = None
         self._unwritten: list[tuple[Path, str]] = []
         self._wandb = WandbRun(run_dir, run, config_dump, self.message)
@@ -118,7 +120,7 @@ class Reporter:
     def _show(self, record: dict) -> None:
         step, loss = record["step"], _decimal(record["loss"])
         speed = _count(record["tokens_per_s"])
-        eta = _duration(max(0, self._steps - step) * record["step_s"])
+        eta = duration(max(0, self._steps - step) * record["step_s"])
         if self._bar:
             task = self._bar.task_ids[0]
             shown = {"completed": step, "loss": loss, "speed": speed, "eta": eta}

@@ -170,6 +170,10 @@ class RunDir:
         run["starts"].append(record)
         write_atomic(self.run_json, json.dumps(run, indent=1) + "\n")
 
+    def starts(self) -> int:
+        """How many times this run has been started, as far as the first step or further."""
+        return len((_read_object(self.run_json) or {}).get("starts", ()))
+
     def begun_by(self, launch_id: str) -> bool:
         """Whether the last start that got as far as changing something was of this launch."""
         starts = (_read_object(self.run_json) or {}).get("starts")
