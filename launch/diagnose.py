@@ -100,6 +100,11 @@ def headline(path: Path, left: Left) -> list[str]:
         lines.append(f"Its checkpoints fail: {fault}")
     lines.append(_last_logged(path))
     alive = _alive(pid) if host == socket.gethostname() else None
+    if left.records:
+        lines.append(
+            "Asked by a signal, ranks write up to two seconds apart: of a run that moves, no two "
+            "are at one place. Ask twice: what hangs is where it was."
+        )
     if alive:
         lines.append(
             f"That process lives. `kill -USR2 {pid}` there makes every rank leave its place within "

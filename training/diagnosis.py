@@ -169,16 +169,14 @@ def _threads(raised: list[str] | None) -> list[dict]:
 
 
 def _entries() -> list[dict] | None:
-    """What torch's flight recorders hold, in the order of time; None if there is no recorder."""
+    """What torch's flight recorders hold, in the order of time; None if nothing is recorded."""
+    found, recorded = [], False
     # Gloo and NCCL have one each; NCCL's is in builds with CUDA only.
-    dumps = [getattr(c10d, f"_dump_{name}_trace_json", None) for name in ("fr", "nccl")]
-    if not any(dumps):
-        return None
-    found = []
-    for dump in filter(None, dumps):
-        with contextlib.suppress(RuntimeError, ValueError):
-            found += json.loads(dump()).get("entries", [])
-    return sorted(found, key=lambda entry: entry["time_created_ns"])
+    for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):
+        with contextlib.suppress(AttributeError, RuntimeError, ValueError, KeyError):
+            found += json.loads(getattr(c10d, name)())["entries"]
+            recorded = True
+    return sorted(found, key=lambda entry: entry["time_created_ns"]) if recorded else None
 
 
 def _collectives(mesh: DeviceMesh, failed: bool) -> tuple[list[dict] | None, dict]:
