@@ -4,6 +4,7 @@ import json
 import math
 import os
 import re
+import socket
 import subprocess
 from pathlib import Path
 
@@ -38,7 +39,9 @@ def test_what_a_run_prints_and_leaves(straight):
     assert any("35,040 parameters" in line for line in lines)
     assert sum(line.startswith("step ") and "eval" not in line for line in lines) == 10
     assert lines[-1] == f"run directory: {run_dir}"
-    assert "finished at step 10" in lines[-2]
+    assert lines[-2].startswith("start 1 of this run took 0m")
+    assert lines[-2].endswith("newest checkpoint: step-00000010")
+    assert "finished at step 10" in lines[-3]
     assert not any(ord(c) < 32 and c != "\n" for c in text)
 
     assert [r["step"] for r in rows(run_dir)] == list(range(1, 11))
@@ -52,7 +55,8 @@ def test_what_a_run_prints_and_leaves(straight):
     assert [r["step"] for r in rows(run_dir, "eval.jsonl")] == [5, 10]
     assert json.loads((run_dir / "status.json").read_text())["state"] == "finished"
     (start,) = json.loads((run_dir / "run.json").read_text())["starts"]
-    assert start["layout"] == "2x2" and start["world_size"] == 4 and len(start["hosts"]) == 1
+    assert start["layout"] == "2x2" and start["world_size"] == 4
+    assert start["hosts"] == {socket.gethostname(): "0-3"}
     assert sorted(p.name for p in (run_dir / "logs").iterdir()) == [
         f"rank-0000{rank}.log" for rank in range(4)
     ]
