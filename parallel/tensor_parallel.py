@@ -206,7 +206,11 @@ def reduce_partial_gradients(model: nn.Module, group: dist.ProcessGroup) -> None
     One all-reduce for all of them, once a step: of this rank's dp shards, in the dtype of the
     reduction over dp.
     """
-    grads = [m.weight.grad for m in model.modules() if getattr(m, "partial_grad", False)]
+    if not hasattr(model, "partial_modules"):
+        # Once: to walk through all modules takes longer than the rest of this function.
+        found = [m for m in model.modules() if getattr(m, "partial_grad", False)]
+        model.partial_modules = found
+    grads = [module.weight.grad for module in model.partial_modules]
     parts = [g.to_local() if isinstance(g, DTensor) else g for g in grads if g is not None]
     if not parts:
         return

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks import zero_memory
+from benchmarks import memory
 from models.config import LlamaConfig
 from parallel import activation_checkpoint
 from parallel.data_parallel import fsdp_units
@@ -324,8 +324,8 @@ def stage_bytes(zero: int) -> tuple[dict, dict]:
     ranks = make_ranks(1, zero=zero)
     layout = make_layout(1, zero=zero)
     config = LlamaConfig(**(MODEL | BIG))
-    found = zero_memory.measure(config, layout, ranks, SEQ_LEN)
-    return found, zero_memory.formula(config, zero, layout.dp)
+    found = memory.measure(config, layout, ranks, SEQ_LEN)
+    return found, memory.formula(config, zero, layout.dp)
 
 
 @pytest.mark.parametrize("zero", [3, 2, 1, 0])
