@@ -5,6 +5,7 @@
 config -> mesh -> data -> model (meta) -> parallelize -> init -> optimizer -> resume -> train
 """
 
+import signal
 import sys
 import time
 
@@ -15,6 +16,8 @@ from training.config import step_range
 def main() -> None:
     """Train one run, or continue it."""
     started = time.monotonic()
+    # It asks all ranks where they are, once they train, and is to end none that still starts up.
+    signal.signal(signal.SIGUSR2, signal.SIG_IGN)
     # Bad input ends here, before torch is imported and before any process group is built.
     config, layout, launch = load_config(sys.argv[1:])
 

@@ -19,6 +19,18 @@ from launch.verdict import Left, alike, collective_text, current, named, verdict
 from training.run_dir import RunDir, rank_ranges
 
 MAX_ROWS, MAX_LOGS = 30, 64
+RECORD = {
+    "rank",
+    "host",
+    "pid",
+    "time",
+    "request",
+    "step",
+    "phase",
+    "threads",
+    "collectives",
+    "groups",
+}
 STALE = 60  # seconds; more than an answer takes, or clocks differ
 CRASH = "Fatal Python error: "
 
@@ -30,31 +42,33 @@ def load(path: Path, folder: str = "diagnosis") -> Left:
         FileNotFoundError: if there is no run in it.
     """
     run = RunDir(path)
-    if not any(file.exists() for file in (run.status_json, run.run_json, run.config_toml)):
+    if not any(p.exists() for p in (run.status_json, run.run_json, run.config_toml, run.lock_file)):
         raise FileNotFoundError
     starts = (_read(run.run_json) or {}).get("starts") or [{}]
     records, broken = {}, []
     for file in sorted((path / folder).glob("rank-*.json")):
         record = _read(file)
-        if record and "threads" in record:
+        if record and record.keys() >= RECORD:
             records[record["rank"]] = record
         else:
             broken.append(file.name)
     beats = _read(path / folder / "beats.json") or {}
-    records = {rank: r for rank, r in records.items() if not _stale(r, records, beats)}
-    size = starts[-1].get("world_size") or max([0, *records]) + 1
-    left = Left(records, beats.get("beats", []), size, starts[-1].get("hosts") or {}, broken)
+    # Without those that were left on an earlier request, by ranks that did not answer the last one.
+    newest = max((record["time"] for record in records.values()), default=0.0)
+    asked = beats.get("request", 0)
+    records = {
+        rank: record
+        for rank, record in records.items()
+        if record["request"] >= asked and record["time"] >= newest - STALE
+    }
+    start = starts[-1] if isinstance(starts[-1], dict) else {}
+    size = start.get("world_size") or max([0, *records]) + 1
+    left = Left(records, beats.get("beats", []), size, start.get("hosts") or {}, broken)
     # A crash of the interpreter leaves its stacks in the log alone.
     for rank in left.silent[:MAX_LOGS]:
         if crash := _crash(run.log_file(rank)):
             left.crashes[rank] = crash
     return left
-
-
-def _stale(record: dict, records: dict[int, dict], beats: dict) -> bool:
-    """Whether a rank has left this on an earlier request, and nothing on the last one."""
-    newest = max(other["time"] for other in records.values())
-    return record["request"] < beats.get("request", 0) or record["time"] < newest - STALE
 
 
 def _read(path: Path) -> dict | None:
@@ -84,17 +98,19 @@ def _clock(seconds: float) -> str:
 def headline(path: Path, left: Left) -> list[str]:
     """How the run stands by its status.json, and what that means if nothing else was left."""
     status = RunDir(path).read_status()
+    if beginning := _beginning(path, status):
+        return [beginning]
     if status is None:
         return ["There is no status.json: no start has got as far as its first step."]
-    at, state = _clock(status["time"]), status["state"]
+    at, state = _clock(status.get("time", 0)), status.get("state")
     if state == "failed":
         step = "" if status.get("step") is None else f" in step {status['step']}"
-        return [f"Failed on {at}, rank {status['rank']}{step}: {status['error']}"]
+        return [f"Failed on {at}, rank {status.get('rank')}{step}: {status.get('error')}"]
     if state != "running":
         why = f" ({status['reason']})" if status.get("reason") else ""
-        lines = [f"It has {state} at step {status['step']} on {at}{why}: nothing is wrong."]
+        lines = [f"It has {state} at step {status.get('step')} on {at}{why}: nothing is wrong."]
         return lines + (["What follows was left earlier, on request."] if left.records else [])
-    host, pid = status["host"], status["pid"]
+    host, pid = status.get("host"), status.get("pid", 0)
     lines = [f"status.json says running since {at}, rank 0 being process {pid} on {host}."]
     if fault := status.get("checkpoint_fault"):
         lines.append(f"Its checkpoints fail: {fault}")
@@ -122,6 +138,25 @@ def headline(path: Path, left: Left) -> list[str]:
             "The same command goes on from the last checkpoint."
         )
     return lines
+
+
+def _beginning(path: Path, status: dict | None) -> str | None:
+    """What is to be said of a start that has taken the directory but not come to its first step."""
+    lock = RunDir(path).lock_file
+    try:
+        host, pid = lock.read_text().split()
+        taken = lock.stat().st_mtime
+    except (OSError, ValueError):
+        return None
+    if (status and status.get("time", 0) > taken) or not pid.isdecimal():
+        return None
+    if host == socket.gethostname() and not _alive(int(pid)):
+        return None
+    return (
+        f"Process {pid} on {host} has taken the directory on {_clock(taken)} and has not begun to "
+        "train: it reads, tokenises, loads a checkpoint, or waits for a rank that does not come. "
+        f"`py-spy dump --pid {pid}` there says which."
+    )
 
 
 def _alive(pid: int) -> bool:
@@ -234,7 +269,14 @@ def main(argv: list[str] | None = None) -> int:
     lines = [] if options.previous else headline(path, left)
     lines += causes(left) + verdict(left)
     if left.records:
-        lines += ["", *table(left), "", f"Stacks: python -m launch.diagnose {path} --stacks RANK"]
+        times = [record["time"] for record in left.records.values()]
+        lines += [
+            "",
+            f"Left on {_clock(max(times))}:",
+            *table(left),
+            "",
+            f"Stacks: python -m launch.diagnose {path} --stacks RANK",
+        ]
     elif options.previous or (RunDir(path).read_status() or {}).get("state") == "failed":
         lines.append(f"No rank has left a diagnosis. Their logs: {RunDir(path).log_file(0).parent}")
     print("\n".join(lines))

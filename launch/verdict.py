@@ -123,11 +123,11 @@ def _group(record: dict, entry: dict) -> tuple[str, str]:
 
 def verdict(left: Left) -> list[str]:
     """Who called different collectives, who waits in which, and whom they wait for."""
-    lines, absent = [], set()
-    for (dim, members, number), kinds in list(_mismatches(left).items())[:MAX_LINES]:
+    lines, absent, raised, mismatches = [], set(), left.raised, _mismatches(left)
+    for (dim, members, number), kinds in list(mismatches.items())[:MAX_LINES]:
         calls = [f"{named(ranks)} called {', '.join(sorted(kind))}" for kind, ranks in kinds]
         lines.append(f"DESYNC in {dim} (ranks {members}), number {number}: {'; '.join(calls)}.")
-    waiting = _waiting(left)
+    waiting = _waiting(left, mismatches, raised)
     for (dim, op, number, _), (groups, ranks, behind) in list(waiting.items())[:MAX_LINES]:
         of = f"ranks {groups[0]}" if len(groups) == 1 else f"{len(groups)} groups"
         verb = "waits" if len(ranks) == 1 else "wait"
@@ -141,7 +141,7 @@ def verdict(left: Left) -> list[str]:
     if len(waiting) > MAX_LINES:
         lines.append(f"... and {len(waiting) - MAX_LINES} more collectives.")
     stuck = {rank for _, ranks, _ in waiting.values() for rank in ranks}
-    idle = [r for r in sorted(absent - stuck) if r in left.records and r not in left.raised]
+    idle = [r for r in sorted(absent - stuck) if r in left.records and r not in raised]
     for place, ranks in alike(idle, lambda rank: where(left.records[rank])):
         verb = "is" if len(ranks) == 1 else "are"
         lines.append(f"{named(ranks, capital=True)} {verb} in no collective, but at {place}.")
@@ -156,16 +156,18 @@ def alike(ranks: Iterable[int], key: Callable[[int], Any]) -> list[tuple[Any, li
     return list(groups.items())
 
 
-def _waiting(left: Left) -> dict[tuple, tuple[list[str], list[int], list[int]]]:
+def _waiting(
+    left: Left, mismatches: dict, raised: dict
+) -> dict[tuple, tuple[list[str], list[int], list[int]]]:
     """By dim, op, number and whether somebody is missing: groups, who waits, who has not joined.
 
     Groups of one dim at the same place are one: on 4096 ranks there are hundreds.
     """
-    mismatches, merged = _mismatches(left), {}
+    merged: dict[tuple, tuple[list[str], list[int], list[int]]] = {}
     waiting: dict[tuple, list[int]] = {}
     for rank, record in left.records.items():
         entry = current(record)
-        if entry and entry["state"] != "completed" and rank not in left.raised:
+        if entry and entry["state"] != "completed" and rank not in raised:
             number = None if entry["p2p"] else entry["number"]
             waiting.setdefault((*_group(record, entry), _op(entry), number), []).append(rank)
     for (dim, members, op, number), ranks in waiting.items():

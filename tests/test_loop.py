@@ -2,6 +2,7 @@
 
 import contextlib
 from collections import Counter
+from pathlib import Path
 from unittest import mock
 
 import numpy as np
@@ -15,11 +16,13 @@ from tests.toy import GLOBAL_BATCH, SEQ_LEN, local_batch, make_model, make_ranks
 from training.checkpoint import Progress
 from training.config import Config, OptimizerSection
 from training.data import Sequences, TokenData
+from training.diagnosis import Diagnosis
 from training.heartbeat import Heartbeat
 from training.loop import SIGNAL, TIME, FaultFlag, NonFiniteError, optimizer_step, train
 from training.loss import IGNORE_INDEX, cross_entropy_sum
 from training.metrics import Meter
 from training.optimizer import ShardedOptimizer
+from training.run_dir import RunDir
 
 
 def snapshot(optimizer: ShardedOptimizer) -> list[bytes]:
@@ -167,7 +170,8 @@ def run_loop(
         documents=1, skipped_records=0, train_tokens=3000, eval_tokens=200,
     )  # fmt: skip
     progress, recorder = Progress(), Recorder()
-    saver, heartbeat = Saver(progress), Heartbeat(ranks, 60, on_stall=None)
+    diagnosis = Diagnosis(RunDir(Path("nowhere")), ranks)
+    saver, heartbeat = Saver(progress), Heartbeat(ranks, 60, None, diagnosis)
     real = training.loop.train_batch
 
     def masked(sequences, step, **kwargs):

@@ -135,7 +135,8 @@ def test_every_line_that_is_rendered_over_is_in_its_template(capsys):
     text = render(capsys, "--", "--tp", "8")
     assert "flags=(--tp 8)" in text and "run_dir=runs/debug" in text
     text = render(capsys, "--layouts", "2x4", "8x1", "--", "--steps", "30")
-    assert "layouts=(2x4 8x1)" in text and "flags+=(--steps 30)" in text
+    assert "layouts=(2x4 8x1)" in text
+    assert 'flags=(--log-every 1 --steps 30 "${layout[@]}")' in text, "the layout wins"
     assert "#SBATCH --array=0-1" in text and "out=runs/compare-debug" in text
 
 
@@ -164,6 +165,15 @@ REFUSED = {
     "no value": (["--sbatch", "time"], "--sbatch time: write time=VALUE"),
     "unknown option": (["--node", "3"], "unrecognized arguments: --node 3"),
     "unknown site": (["--site", "nowhere.toml"], "--site nowhere.toml: "),
+    "a size of a layout": (["--layouts", "1x8", "--", "--tp=8"], "--tp is set for each of"),
+    "a layout twice": (["--layouts", "1x8", "dp1-tp8"], "has one more than once"),
+    "a plan": (["--", "--print-plan"], "--print-plan needs no job"),
+    "an empty name": (["--sbatch", "job-name="], "--sbatch job-name '' names no file"),
+    "a name with a folder": (["--sbatch", "job-name=a/b"], "--sbatch job-name 'a/b'"),
+    "no name": (["--", "--run-dir", "/"], "--sbatch job-name '' names no file"),
+    "two lines": (["--sbatch", "comment=a\nb"], "is no option of sbatch"),
+    "dashes": (["--sbatch", "--mem=3"], "expected at least one argument"),
+    "fewer than no GPUs": (["--gpus-per-node", "-1"], "--gpus-per-node -1 must be 0 or more"),
 }
 
 
@@ -181,6 +191,7 @@ def test_refusals(words, text, capsys):
         ("activate = 'no/such'", "there is no file"),
         ("[sbatch", "site.toml: "),
         ("modules = 3", "modules"),
+        ("[env]\nMY-VAR = '1'", "'MY-VAR' is no name of a variable"),
     ],
 )
 def test_a_site_file_that_is_wrong(text, fault, capsys, tmp_path):
@@ -188,6 +199,29 @@ def test_a_site_file_that_is_wrong(text, fault, capsys, tmp_path):
     file.write_text(text)
     assert main(["--site", str(file), "--", "--tp", "2"]) == 2
     assert fault in capsys.readouterr().err
+
+
+def test_what_is_pasted_on_several_lines_stays_a_comment(capsys, tmp_path):
+    rope = '{"rope_type": "llama3", "factor": 8.0,\n "low_freq_factor": 1.0, '
+    rope += '"high_freq_factor": 4.0, "original_max_position_embeddings": 8192}'
+    text = render(capsys, "--", "--tp", "2", "--rope-scaling", rope)
+    assert text.splitlines()[2].startswith("#SBATCH ")
+    # The flag arrives as it was.
+    code = text[text.index("flags=(") : text.index("srun_options=")] + 'printf "%s" "${flags[3]}"'
+    assert subprocess.check_output(["bash", "-c", code], text=True) == rope
+
+
+def test_options_may_be_repeated(capsys):
+    text = render(capsys, "--sbatch", "time=1:00", "--sbatch", "no-requeue=", "--", "--tp", "2")
+    assert "#SBATCH --time=1:00\n" in text and "#SBATCH --no-requeue\n" in text
+    assert "#SBATCH --requeue" not in text
+
+
+def test_the_preflight_has_its_own_options(capsys):
+    text = render(capsys, "--preflight", "--", "--preflight-mib", "1", "--tp", "2")
+    assert '"$master" -m launch.preflight "${flags[@]}"' in text and 'train_llm.py "' not in text
+    assert "flags=(--preflight-mib 1 --tp 2)" in text
+    assert "#SBATCH --job-name=preflight-debug\n" in text
 
 
 def test_it_runs_in_the_repository_only(capsys, monkeypatch, tmp_path):
@@ -258,9 +292,14 @@ def test_without_scontrol_it_says_so(job):
     assert "srun" not in calls
 
 
-def status(state: str, time: int = 2, **fields) -> str:
+def status(state: str, time: int = 2, job: int = 24007, **fields) -> str:
+    """What a start of ``job`` leaves."""
     text = json.dumps({"state": state, "time": time, "host": "n1", **fields}, indent=1)
-    return f"mkdir -p runs/it; cat > runs/it/status.json << 'END'\n{text}\nEND"
+    starts = json.dumps({"starts": [{"launch": [f"job {job}", "run x"]}]}, indent=1)
+    return (
+        f"mkdir -p runs/it; cat > runs/it/status.json << 'END'\n{text}\nEND\n"
+        f"cat > runs/it/run.json << 'END'\n{starts}\nEND"
+    )
 
 
 ENDS = {
@@ -270,6 +309,7 @@ ENDS = {
     "killed": (status("running") + "\nexit 137", False),
     "stopped without progress": (status("stopped", step=5), False),
     "ended before it began": ("exit 2", False),
+    "another job's": (status("stopped", step=9, job=24) + "\nexit 2", False),
 }
 
 
@@ -279,6 +319,8 @@ def test_what_is_requeued(ending, requeued, job, tmp_path):
     subprocess.run(["bash", "-c", status("stopped", time=1, step=5)], cwd=tmp_path, check=True)
     code, output, calls = job({"ENVIRONMENT": "BATCH"}, srun=ending)
     assert ("scontrol requeue 24007" in calls) == requeued, output
+    assert ("is requeued" in output) == requeued
+    assert ("not requeued: " in output) == (not requeued and '"stopped"' in ending)
     assert code == (int(ending.split()[-1]) if ending[-1].isdigit() else 0)
 
 
@@ -289,6 +331,26 @@ def test_a_cancelled_job_is_not_requeued(job):
     array = {"ENVIRONMENT": "BATCH", "SLURM_ARRAY_JOB_ID": "24000", "SLURM_ARRAY_TASK_ID": "3"}
     _, _, calls = job(array, srun=status("stopped", time=3, step=8))
     assert "scontrol requeue 24000_3" in calls, "24000 would be all tasks"
+
+
+def test_a_job_that_may_not_be_requeued_says_so(job):
+    ending = status("stopped", step=7)
+    body = "[ $1 = show ] && echo n1"
+    code, output, _ = job({"ENVIRONMENT": "BATCH"}, srun=ending, scontrol=body)
+    assert code == 0 and "job 24007 cannot be requeued: submit it again" in output
+
+
+def test_a_signal_at_any_time_reaches_the_ranks(job):
+    """Before there is a step, and where the controller does not answer the first time."""
+    signalled = "kill -USR1 $PPID; sleep 0.2; echo n1"
+    waits = "for _ in $(seq 100); do sleep 0.1; [ -e told ] && break; done; rm told\n"
+    deaf = "[ -e asked ] && touch told; touch asked; exit 1"
+    code, output, calls = job(
+        {"ENVIRONMENT": "BATCH"}, scontrol=f'[ "$1" = requeue ] || {{ {signalled}; }}',
+        srun=waits + status("stopped", step=7), scancel=deaf,
+    )  # fmt: skip
+    assert calls.count("scancel --signal=USR1 24007") >= 2
+    assert code == 0 and "scontrol requeue 24007" in calls, output
 
 
 def test_an_interactive_allocation_is_not_requeued(job):

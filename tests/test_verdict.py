@@ -8,7 +8,6 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from torch.distributed.tensor import Replicate
 
 import parallel.context_parallel
 import parallel.data_parallel
@@ -46,7 +45,7 @@ def norm_gradient_not_reduced():
     original = parallel.tensor_parallel.Norm._place
 
     def place(self, *args, **kwargs):
-        kwargs["grad"] = Replicate()
+        kwargs["partial_grad"] = False
         original(self, *args, **kwargs)
 
     return mock.patch.object(parallel.tensor_parallel.Norm, "_place", place)

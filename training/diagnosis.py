@@ -59,10 +59,13 @@ class Diagnosis:
         Args:
             lost_peer: it was raised by a collective that a peer has left.
         """
-        text = "".join(traceback.format_exception(error))
+        try:
+            said, text = str(error), "".join(traceback.format_exception(error))
+        except Exception:  # of an error that cannot say what it is
+            said = text = "an error without words"
         frames = [(frame, line) for frame, line in traceback.walk_tb(error.__traceback__)][::-1]
         self._error = {
-            "error": f"{type(error).__name__}: {error}"[:2000],
+            "error": f"{type(error).__name__}: {said}"[:2000],
             "lost_peer": lost_peer,
             "traceback": text[-20000:],
             "frames": _frames(frames),

@@ -70,6 +70,7 @@ class RunDir:
         self.checkpoints = self.path / "checkpoints"
         self.profile = self.path / "profile"
         self.diagnosis = self.path / "diagnosis"
+        self.lock_file = self.path / ".lock"
         self._failed_marker = self.path / ".failed"
         self._lock_fd: int | None = None
 
@@ -110,7 +111,7 @@ class RunDir:
                 folder.mkdir(parents=True, exist_ok=True)
                 if not os.access(folder, os.W_OK | os.X_OK):
                     raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
-            fd = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT, 0o666)
+            fd = os.open(self.lock_file, os.O_RDWR | os.O_CREAT, 0o666)
         except OSError as error:
             raise ConfigError(
                 f"--run-dir {self.path} is not writable ({error.strerror}): name another directory"

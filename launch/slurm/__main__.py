@@ -9,6 +9,7 @@ them. With --submit it is written to runs/<job name>.sbatch and given to sbatch.
 import argparse
 import math
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from pathlib import Path
 
 from pydantic import Field
 
+from launch.preflight import parse_command as preflight_command
 from parallel.layout import Launch, LayoutError, layout_flags, parse_layout
 from training.checks import check_ahead, check_resume, find_checkpoint
 from training.command_line import Parser, parse_flags, positive
@@ -57,6 +59,9 @@ def read_site(path: Path) -> Site:
         raise ConfigError(f"--site {path}: {error}") from None
     if site.activate and not (REPO / site.activate).is_file():
         raise ConfigError(f"--site {path}: activate: there is no file {REPO / site.activate}")
+    for name in site.env:
+        if not re.fullmatch(r"[A-Za-z_]\w*", name):
+            raise ConfigError(f"--site {path}: env: {name!r} is no name of a variable")
     return site
 
 
@@ -77,10 +82,10 @@ def parse_command(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
         help="GPUs, and processes, of a node; 0: a cluster without GPUs (default: 8)")  # fmt: skip
     add("--processes-per-node", type=positive, metavar="P",
         help="processes of a node, if not one per GPU")  # fmt: skip
-    add("--layouts", nargs="+", metavar="DPxTP",
+    add("--layouts", nargs="+", action="extend", metavar="DPxTP",
         help="a job array with one layout per task, and one comparison of them: 1x8 2x4, or with "
         "more dims rep2-dp2-cp2-tp1")  # fmt: skip
-    add("--sbatch", nargs="+", default=[], metavar="OPTION=VALUE",
+    add("--sbatch", nargs="+", action="extend", default=[], metavar="OPTION=VALUE",
         help="any option of sbatch: --sbatch time=4:00:00 partition=long exclusive=")  # fmt: skip
     add("--site", type=Path, default=SITE, metavar="FILE",
         help="this cluster's settings (default: launch/slurm/site.toml, if there is one; "
@@ -94,6 +99,8 @@ def parse_command(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
         "started again and again")  # fmt: skip
     split = argv.index("--") if "--" in argv else len(argv)
     options, train_flags = parser.parse_args(argv[:split]), argv[split + 1 :]
+    if options.gpus_per_node < 0:
+        raise ConfigError(f"--gpus-per-node {options.gpus_per_node} must be 0 or more")
     if options.processes_per_node is None:
         options.processes_per_node = options.gpus_per_node
     if options.processes_per_node < 1:
@@ -102,7 +109,18 @@ def parse_command(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
         )
     if options.layouts and options.interactive:
         raise ConfigError("--layouts is a job array: leave out --interactive")
+    given = {word.split("=")[0].replace("_", "-") for word in train_flags}
+    if "--print-plan" in given:
+        raise ConfigError("--print-plan needs no job: run train_llm.py here")
+    sizes = set(layout_flags("1x1")[::2]) & given if options.layouts else ()
+    if sizes:
+        raise ConfigError(f"{min(sizes)} is set for each of --layouts: leave it out")
     return options, train_flags
+
+
+def own_flags(options: argparse.Namespace, flags: list[str]) -> list[str]:
+    """Those of train_llm.py among ``flags``, which with --preflight has options of its own."""
+    return preflight_command(flags)[1] if options.preflight else flags
 
 
 def check_run(options: argparse.Namespace, train_flags: list[str]) -> Config:
@@ -119,6 +137,8 @@ def check_run(options: argparse.Namespace, train_flags: list[str]) -> Config:
         if checkpoint := find_checkpoint(config):
             check_resume(config, checkpoint)
         return config
+    if len({tuple(parse_layout(name).values()) for name in options.layouts}) < len(options.layouts):
+        raise ConfigError(f"--layouts {' '.join(options.layouts)} has one more than once")
     for name in options.layouts:
         size = math.prod(parse_layout(name).values())
         if size != launch.world_size:
@@ -143,7 +163,7 @@ def sbatch_options(template: str, options: argparse.Namespace, site: Site, name:
     found = {key: value for key, _, value in (line.partition("=") for line in lines)}
     given = dict(site.sbatch)
     for item in options.sbatch:
-        key, equals, value = item.removeprefix("--").partition("=")
+        key, equals, value = item.partition("=")
         if not equals:
             raise ConfigError(f"--sbatch {item}: write {key}=VALUE, or {key}= if it has no value")
         given[key] = value
@@ -158,7 +178,18 @@ def sbatch_options(template: str, options: argparse.Namespace, site: Site, name:
     if not options.gpus_per_node:
         del found["gpus-per-node"]
     found |= {"chdir": REPO} | {k: "" if v is True else v for k, v in given.items()}
-    return {key: str(value) for key, value in found.items() if value is not False}
+    found = {key: str(value) for key, value in found.items() if value is not False}
+    if "no-requeue" in found:
+        del found["requeue"]
+    for key, value in found.items():
+        if "\n" in value or not re.fullmatch(r"[a-z][a-z0-9-]*", key):
+            raise ConfigError(f"--sbatch {key}={value!r} is no option of sbatch")
+    if not found.get("job-name") or "/" in found["job-name"]:
+        raise ConfigError(
+            f"--sbatch job-name {found.get('job-name')!r} names no file: name another, or another "
+            "--run-dir"
+        )
+    return found
 
 
 def as_words(options: dict[str, str]) -> list[str]:
@@ -171,11 +202,12 @@ def environment(options: argparse.Namespace, site: Site) -> list[str]:
     lines = [f"module load {shlex.quote(module)}" for module in site.modules]
     if site.activate:
         lines.append("# shellcheck source=/dev/null")
-        lines.append(f"source {shlex.quote(str(site.activate))}")
+        lines.append(f"source {shlex.quote(str(REPO / site.activate))}")
+    if lines:
+        # Scripts of sites and of conda read variables that are not set.
+        lines = ["set +u", *lines, "set -u"]
     lines += [f"export {key}={shlex.quote(value)}" for key, value in site.env.items()]
-    if options.processes_per_node != options.gpus_per_node:
-        lines.append(f"export PET_NPROC_PER_NODE={options.processes_per_node}")
-    return lines
+    return [*lines, f"export PET_NPROC_PER_NODE={options.processes_per_node}"]
 
 
 def container(site: Site) -> list[str]:
@@ -204,17 +236,21 @@ def render(
     """
     template = "compare_layouts.sbatch" if options.layouts else "train.sbatch"
     script = (HERE / template).read_text("utf-8")
-    sbatch = sbatch_options(script, options, site, run_dir.name)
+    name = f"preflight-{run_dir.name}" if options.preflight else run_dir.name
+    sbatch = sbatch_options(script, options, site, name)
     body = [line for line in script.splitlines() if not line.startswith("#SBATCH")]
     start = body.index("set -euo pipefail")
-    head = ["#!/bin/bash", f"# Written by: {shlex.join(['python', '-m', 'launch.slurm', *argv])}"]
+    command = shlex.join(["python", "-m", "launch.slurm", *argv]).replace("\n", " ")
+    head = ["#!/bin/bash", f"# Written by: {command}"]
     head += [f"#SBATCH {word}" for word in as_words(sbatch)]
     script = "\n".join([*head, *body[start:]]) + "\n"
     script = _put(script, "# site: modules, environment", "\n".join(environment(options, site)))
     script = _put(script, "srun_options=()", f"srun_options=({' '.join(container(site))})")
     shared = (HERE / "run.sh").read_text("utf-8").rstrip()
     if options.preflight:
-        shared = shared.replace('"$master" train_llm.py', '"$master" -m launch.preflight')
+        before, found, after = shared.partition('train_llm.py "${flags[@]}"')
+        assert found, "run.sh starts no training"
+        shared = f'{before}-m launch.preflight "${{flags[@]}}"{after}'
     script = _put(script, "source launch/slurm/run.sh", "\n" + shared)
     flags, folder = shlex.join(train_flags), shlex.quote(str(run_dir))
     if not options.layouts:
@@ -226,7 +262,11 @@ def render(
     script = _put(
         script, 'layout_flags=("--tp 8" "--tp 4" "--tp 2" "--tp 1")', f"layout_flags=({each})"
     )
-    script = _put(script, 'flags+=("$@")', f"flags+=({flags})")
+    script = _put(
+        script,
+        'flags=(--log-every 1 "$@" "${layout[@]}")',
+        f'flags=(--log-every 1 {flags} "${{layout[@]}}")',
+    )
     return _put(script, "out=runs/$SLURM_JOB_NAME", f"out={folder}"), sbatch
 
 
@@ -237,7 +277,7 @@ def main(argv: list[str]) -> int:
         if Path.cwd() != REPO:
             raise ConfigError(f"the paths of a run start in the repository: cd {REPO}")
         site = read_site(options.site)
-        config = check_run(options, train_flags)
+        config = check_run(options, own_flags(options, train_flags))
         run_dir = config.run_dir
         if options.layouts and not config.run.run_dir:
             run_dir = Path("runs") / f"compare-{Path(config.recipe).stem}"
@@ -252,12 +292,18 @@ def main(argv: list[str]) -> int:
     file.parent.mkdir(exist_ok=True)
     file.write_text(script, "utf-8")
     print(f"written: {file}")
-    if options.submit:
-        return subprocess.run(["sbatch", str(file)]).returncode
-    words = as_words({k: v for k, v in sbatch.items() if k not in BATCH_ONLY})
-    command = ["salloc", *(word.replace("'", "") for word in words), "bash"]
-    print(f"$ {' '.join(command)}\nin that shell, as often as you like: bash {file}", flush=True)
-    os.execvp(command[0], command)
+    try:
+        if options.submit:
+            return subprocess.run(["sbatch", str(file)]).returncode
+        words = [f"--{k}={v}" if v else f"--{k}" for k, v in sbatch.items() if k not in BATCH_ONLY]
+        command = ["salloc", *words, "bash"]
+        print(
+            f"$ {shlex.join(command)}\nin that shell, as often as you like: bash {file}", flush=True
+        )
+        os.execvp(command[0], command)
+    except FileNotFoundError as error:
+        print(f"launch.slurm: error: there is no {error.filename} here", file=sys.stderr)
+        return 2
 
 
 if __name__ == "__main__":

@@ -32,17 +32,33 @@ before=$(field time) step_before=$(field step)
 
 "${step[@]}" &
 pid=$!
-# Slurm's signal before the time limit comes to this shell alone.
-trap 'scancel --signal=USR1 "$job"' USR1
-while kill -0 "$pid" 2> /dev/null; do wait "$pid" || true; done
+# Again and again: ranks that still start up do not hear it.
+while kill -0 "$pid" 2> /dev/null; do
+    if [ -n "$asked" ]; then scancel --signal=USR1 "$job" || true; fi
+    sleep 5 &> /dev/null &
+    wait -n "$pid" "$!" || true
+done
+trap '' USR1
 code=0
 wait "$pid" || code=$?
 
-# Requeued is what stopped on purpose, in this start, with progress made: not what has finished,
-# has failed, never began, or was cancelled.
-if [ "$(field state)" = stopped ] && [ "$(field time)" != "$before" ] &&
-    [ "$(field step)" != "$step_before" ] &&
-    [ "$(squeue --noheader --jobs="$job" --format=%T)" = RUNNING ]; then
-    echo "$run_dir stopped at step $(field step): job $job is requeued"
-    scontrol requeue "$job"
+# Requeued is what stopped on purpose, in a start of this job, with progress made: not what has
+# finished, has failed, never began, or was cancelled.
+if [ "$(field state)" = stopped ] && [ "$(field time)" != "$before" ]; then
+    state=unknown # a busy controller does not answer at once
+    for _ in 1 2 3; do
+        state=$(squeue --noheader --jobs="$job" --format=%T) && break
+        sleep 5
+    done
+    if [ "$(field step)" = "$step_before" ]; then
+        echo "not requeued: $run_dir stopped where it had stopped before, at step $step_before"
+    elif ! grep -qs "\"job $SLURM_JOB_ID\"" "$run_dir/run.json"; then
+        echo "not requeued: it is not this job that has stopped in $run_dir"
+    elif [ "$state" != RUNNING ]; then
+        echo "not requeued: the job is $state"
+    elif scontrol requeue "$job"; then
+        echo "$run_dir stopped at step $(field step): job $job is requeued"
+    else
+        echo "$run_dir stopped at step $(field step), and job $job cannot be requeued: submit it again"
+    fi
 fi
