@@ -1,29 +1,31 @@
 """What a rank holds, measured beside the formula: parameters, gradients and optimizer state of each
 ZeRO stage, and the activations that a forward keeps; exit code 1 where they differ by a tenth.
 
-    torchrun --nproc-per-node 4 -m benchmarks.memory
+    python -m benchmarks.memory
 
-The debug recipe's model on the CPU, float32, AdamW; two micro-batches for the stages.
+The debug recipe's model on the CPU, float32, AdamW. The stages are those of four processes and two
+micro-batches; activations do not depend on dp, and are those of one process for each tp rank.
 """
 
 import json
 import math
 import sys
+import weakref
 from pathlib import Path
 from unittest import mock
 
 import torch
-import torch.distributed as dist
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
-from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from benchmarks.ranks import run_ranks
 from models.config import LlamaConfig
 from models.initialization import init_weights
 from models.llama import Llama
 from parallel import parallelize
 from parallel.data_parallel import fsdp_units
-from parallel.layout import Layout, make_layout, read_launch
-from parallel.mesh import Ranks, init_ranks, make_mesh
+from parallel.layout import Launch, Layout, make_layout
+from parallel.mesh import Ranks, init_ranks
 from training.command_line import load_recipe
 from training.config import OptimizerSection
 from training.loop import batch_loss, forward_backward
@@ -32,13 +34,7 @@ from training.optimizer import ShardedOptimizer
 FLOAT = 4
 WHEN = ("between micro-batches", "at the peak")
 WHAT = ("parameters", "gradients", "optimizer")
-# (ZeRO stage, tp, sequence parallel, checkpointing); None: the stage itself is measured.
-CASES = [(zero, 1, False, None) for zero in (3, 2, 1, 0)] + [
-    (3, tp, sp, mode)
-    for tp in (1, 2, 4)
-    for sp in ((False, True) if tp > 1 else (False,))
-    for mode in ("none", "selective", "full")
-]
+SEQ_LEN = 256
 
 
 def formula(config: LlamaConfig, zero: int, n: int) -> dict[str, tuple[int, int, int]]:
@@ -76,7 +72,7 @@ def _bytes(tensor: torch.Tensor) -> int:
     return local.numel() * local.element_size()
 
 
-def held(model: Llama, optimizer: ShardedOptimizer | None) -> tuple[int, int, int]:
+def held(model: Llama, optimizer: ShardedOptimizer) -> tuple[int, int, int]:
     """Bytes of parameters, gradients and optimizer state that this rank holds now."""
     parameters = gradients = 0
     groups = (unit._get_fsdp_state()._fsdp_param_group for unit in fsdp_units(model))
@@ -91,7 +87,7 @@ def held(model: Llama, optimizer: ShardedOptimizer | None) -> tuple[int, int, in
                 getattr(whole, "grad", None),
             ]
             gradients += sum(_bytes(grad) for grad in grads if grad is not None)
-    states = [t for t in optimizer.named_state().values() if t.ndim] if optimizer else []
+    states = [t for t in optimizer.named_state().values() if t.ndim]
     return parameters, gradients, sum(map(_bytes, states))
 
 
@@ -144,7 +140,8 @@ def activation_formula(
     a rank keeps (1, or 1/tp with sequence parallelism), in elements:
 
     - a block: 4uTD and 2uT of the two norms (input, normalised input, 1/rms), 2TD of the inputs of
-      its regions, (2q + 2k + h)T of the attention, 4fT of SwiGLU;
+      its regions, (4q + h)T of the attention (keys and values are repeated for their queries), 4fT
+      of SwiGLU;
     - with full checkpointing: uTD, its input;
     - with selective checkpointing: that, the results of its matrix products, (q + 2k + 2f + 2D)T,
       of attention, (q + h)T, and of the collectives, 2TD, or 2TD + 2uTD with sequence parallelism;
@@ -160,7 +157,7 @@ def activation_formula(
     u = 1 / tp if sequence_parallel else 1
     sent = 0 if tp == 1 else (2 + 2 * u if sequence_parallel else 2) * d
     block = {
-        "none": 4 * u * d + 2 * u + 2 * d + 2 * q + 2 * k + h + 4 * f,
+        "none": 4 * u * d + 2 * u + 2 * d + 4 * q + h + 4 * f,
         "full": u * d,
         "selective": u * d + q + 2 * k + 2 * f + 2 * d + q + h + sent,
     }[mode]
@@ -170,7 +167,7 @@ def activation_formula(
 
 
 def activations(config: LlamaConfig, layout: Layout, ranks: Ranks, seq_len: int, **options) -> int:
-    """As :func:`activation_formula`, measured: what is allocated by a forward and still held."""
+    """As :func:`activation_formula`, measured: what a forward has made and still holds."""
     with torch.device("meta"):
         model = Llama(config)
     parallelize(model, ranks.mesh, zero=layout.zero, dtype=torch.float32, **options)
@@ -179,13 +176,12 @@ def activations(config: LlamaConfig, layout: Layout, ranks: Ranks, seq_len: int,
     tokens = torch.randint(0, config.vocab_size, (layout.batch_size, seq_len))
     for _ in range(2):  # the first makes what stays, as the tables of RoPE
         batch_loss(model, tokens, tokens, ranks).backward()
-    gathered = held(model, None)[0]
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+    with LiveBytes() as live:
         loss = batch_loss(model, tokens, tokens, ranks)
-    allocated = sum(event.self_cpu_memory_usage for event in profiler.key_averages())
-    gathered = held(model, None)[0] - gathered
+        kept = live.now
     loss.backward()
-    return allocated - gathered
+    # FSDP2's copy of the parameters, which it makes on one dp rank too, is no activation.
+    return kept - sum(map(_bytes, model.parameters()))
 
 
 def columns(rows: list[tuple]) -> str:
@@ -198,36 +194,77 @@ def columns(rows: list[tuple]) -> str:
     )
 
 
-def main() -> int:
-    """Print both tables, and write them as JSON."""
-    launch = read_launch()
+class LiveBytes(TorchDispatchMode):
+    """Bytes of all storages that were made under it and are still alive; and their largest."""
+
+    def __init__(self):
+        super().__init__()
+        self.now = self.peak = self.largest_vocabulary = 0
+        self._seen = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for t in torch.utils._pytree.tree_leaves(out):
+            if isinstance(t, torch.Tensor) and type(t) is torch.Tensor:
+                storage = t.untyped_storage()
+                if storage._cdata not in self._seen:
+                    self._seen.add(storage._cdata)
+                    size = storage.nbytes()
+                    self.now += size
+                    self.peak = max(self.peak, self.now)
+                    weakref.finalize(storage, self._gone, storage._cdata, size)
+                if t.shape[-1:] == (self.vocabulary,):
+                    self.largest_vocabulary = max(self.largest_vocabulary, t.numel())
+        return out
+
+    vocabulary = 0
+
+    def _gone(self, key: int, size: int) -> None:
+        self._seen.discard(key)
+        self.now -= size
+
+
+def model_config() -> LlamaConfig:
+    """The debug recipe's model."""
     config = load_recipe("debug").model
     config.vocab_size = 256
-    n, ranks, stages, kept = launch.world_size, None, [], []
-    for zero, tp, sp, mode in CASES:
-        layout = make_layout(world_size=n, tp=tp, global_batch_size=2 * n, batch_size=1, zero=zero)
-        ranks = ranks or init_ranks(launch, layout, 600)
-        mesh = make_mesh(ranks.device.type, layout)
-        here = Ranks(launch, ranks.device, mesh, ranks.control, ranks.store)
-        if mode is None:
-            found, expected = measure(config, layout, here, 64), formula(config, zero, layout.dp)
-            for when in WHEN:
-                for what, m, f in zip(WHAT, found[when], expected[when], strict=True):
-                    stages.append((f"ZeRO-{zero}", when, what, m, f, f"{m / f:.3f}"))
-            continue
-        options = {"sequence_parallel": sp, "activation_checkpoint": mode}
-        m = activations(config, layout, here, 256, **options)
-        f = activation_formula(config, layout.batch_size * 256, tp, sp, mode)
-        kept.append((layout.name, "on" if sp else "off", mode, m, f, f"{m / f:.3f}"))
-    if launch.rank == 0:
-        last = ("measured", "formula", "ratio")
-        print(columns([("stage", "moment", "bytes per rank of", *last), *stages]) + "\n")
-        print(columns([("layout", "sequence parallel", "checkpointing", *last), *kept]))
-        out = Path("runs/benchmarks/memory.json")
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(json.dumps({"stages": stages, "activations": kept}, indent=1) + "\n")
-    dist.barrier(ranks.control)
-    dist.destroy_process_group()
+    return config
+
+
+def measure_stage(launch: Launch, zero: int) -> dict:
+    """:func:`measure` on this rank."""
+    n = launch.world_size
+    layout = make_layout(world_size=n, tp=1, global_batch_size=2 * n, batch_size=1, zero=zero)
+    return measure(model_config(), layout, init_ranks(launch, layout, 600), 64)
+
+
+def measure_activations(launch: Launch, sequence_parallel: bool, mode: str) -> int:
+    """:func:`activations` on this rank."""
+    tp = launch.world_size
+    layout = make_layout(world_size=tp, tp=tp, global_batch_size=1, batch_size=1, zero=3)
+    options = {"sequence_parallel": sequence_parallel, "activation_checkpoint": mode}
+    return activations(model_config(), layout, init_ranks(launch, layout, 600), SEQ_LEN, **options)
+
+
+def main() -> int:
+    """Print both tables, and write them as JSON."""
+    config, stages, kept = model_config(), [], []
+    for zero in (3, 2, 1, 0):
+        found, expected = run_ranks(measure_stage, 4, zero), formula(config, zero, 4)
+        for when in WHEN:
+            for what, m, f in zip(WHAT, found[when], expected[when], strict=True):
+                stages.append((f"ZeRO-{zero}", when, what, m, f, f"{m / f:.3f}"))
+    for tp, sp in ((1, False), (2, False), (2, True), (4, False), (4, True)):
+        for mode in ("none", "selective", "full"):
+            m = run_ranks(measure_activations, tp, sp, mode)
+            f = activation_formula(config, SEQ_LEN, tp, sp, mode)
+            kept.append((tp, "on" if sp else "off", mode, m, f, f"{m / f:.3f}"))
+    last = ("measured", "formula", "ratio")
+    print(columns([("stage", "moment", "bytes per rank of", *last), *stages]) + "\n")
+    print(columns([("tp", "sequence parallel", "checkpointing", *last), *kept]))
+    out = Path("runs/benchmarks/memory.json")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps({"stages": stages, "activations": kept}, indent=1) + "\n")
     return int(any(not 0.9 < float(row[-1]) < 1.1 for row in stages + kept))
 
 

@@ -16,7 +16,15 @@ from pydantic import BaseModel
 from training.checkpoint_dir import file_sum, write_sums
 from training.checks import NOT_COMPARED, check_resume, identity, launch_ids, load_config
 from training.command_line import RECIPES, load_recipe, parse_flags
-from training.config import Config, ConfigError, OptimizerSection, flag, seconds, to_toml
+from training.config import (
+    Config,
+    ConfigError,
+    OptimizerSection,
+    flag,
+    seconds,
+    step_range,
+    to_toml,
+)
 from training.optimizer import lr_at
 from training.run_dir import RunDir
 from training.wandb_run import read_history, wandb_key_configured
@@ -288,6 +296,18 @@ def test_no_duration(text):
     ) as caught:
         parse_flags([f"--stop-after={text}"])
     assert repr(text) in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("text", "steps"), [("10-12", (10, 12)), ("3", (3, 3)), ("1-1", (1, 1))])
+def test_profiled_steps(text, steps):
+    assert step_range(text) == steps
+    assert parse_flags(["--profile", text]).run.profile == text
+
+
+@pytest.mark.parametrize("text", ["0", "3-2", "a", "1-", "-3", "1-2-3", "0-4", ""])
+def test_no_steps_to_profile(text):
+    with pytest.raises(ConfigError, match="--profile must be steps such as 10-12 or 10, not"):
+        parse_flags([f"--profile={text}"])
 
 
 # Resume.

@@ -2,7 +2,6 @@
 
 import re
 import shutil
-import weakref
 
 import numpy as np
 import pytest
@@ -12,9 +11,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks import memory
+from benchmarks.memory import LiveBytes
 from models.config import LlamaConfig
 from parallel import activation_checkpoint
 from parallel.data_parallel import fsdp_units
@@ -242,36 +241,6 @@ def test_chunks_of_the_loss(chunks, tp, options, plain, ranks4):
     assert deviation(found, plain(tp, **options)) < 1e-13
 
 
-class LiveBytes(TorchDispatchMode):
-    """Bytes of all storages that were made under it and are still alive; and their largest."""
-
-    def __init__(self):
-        super().__init__()
-        self.now = self.peak = self.largest_vocabulary = 0
-        self._seen = set()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        for t in torch.utils._pytree.tree_leaves(out):
-            if isinstance(t, torch.Tensor) and type(t) is torch.Tensor:
-                storage = t.untyped_storage()
-                if storage._cdata not in self._seen:
-                    self._seen.add(storage._cdata)
-                    size = storage.nbytes()
-                    self.now += size
-                    self.peak = max(self.peak, self.now)
-                    weakref.finalize(storage, self._gone, storage._cdata, size)
-                if t.shape[-1:] == (self.vocabulary,):
-                    self.largest_vocabulary = max(self.largest_vocabulary, t.numel())
-        return out
-
-    vocabulary = 0
-
-    def _gone(self, key: int, size: int) -> None:
-        self._seen.discard(key)
-        self.now -= size
-
-
 BIG = {"hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 4}
 
 
@@ -333,3 +302,18 @@ def test_what_a_stage_holds(zero, ranks4):
     """Parameters, gradients and optimizer state, between micro-batches and at the peak."""
     for found, expected in ranks4.run(stage_bytes, zero):
         assert found == expected
+
+
+def activation_bytes(sp: bool, mode: str) -> tuple[int, int]:
+    ranks, config = make_ranks(2), LlamaConfig(**(MODEL | BIG))
+    options = {"sequence_parallel": sp, "activation_checkpoint": mode}
+    found = memory.activations(config, make_layout(2), ranks, SEQ_LEN, **options)
+    tokens = make_layout(2).batch_size * SEQ_LEN
+    return found, memory.activation_formula(config, tokens, 2, sp, mode)
+
+
+@pytest.mark.parametrize("mode", ["none", "selective", "full"])
+@pytest.mark.parametrize("sp", [False, True])
+def test_what_a_forward_keeps(sp, mode, ranks2):
+    for found, expected in ranks2.run(activation_bytes, sp, mode):
+        assert abs(found / expected - 1) < 0.1, (found, expected)

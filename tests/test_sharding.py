@@ -1,6 +1,7 @@
 """Parity could be had by replicating everything: what is sharded, sent, and never exists."""
 
 import collections
+import math
 import tracemalloc
 from unittest import mock
 
@@ -10,11 +11,14 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from benchmarks import communication
+from benchmarks.communication import CountCollectives
 from models.config import LlamaConfig
 from models.initialization import CHUNK_ELEMENTS, init_weights
 from models.llama import Llama
 from parallel import parallelize
 from parallel.context_parallel import local_positions
+from parallel.layout import Launch, layout_flags, parse_layout
 from parallel.plan import collectives, parameter_rows
 from tests.toy import (
     GLOBAL_BATCH,
@@ -26,6 +30,8 @@ from tests.toy import (
     make_model,
     make_ranks,
 )  # fmt: skip
+from training.checks import check
+from training.command_line import parse_flags
 from training.config import OptimizerSection
 from training.loop import FaultFlag, batch_loss, optimizer_step
 from training.optimizer import ShardedOptimizer
@@ -74,41 +80,7 @@ def test_replicated_key_value_heads_are_sharded_over_dp_only(ranks8):
     assert {f["model.layers.0.self_attn.k_proj.weight"][0] for f in found} == {(8 // 2, 32)}
 
 
-KINDS = {
-    "allgather": "all_gather",
-    "all_gather": "all_gather",
-    "reduce_scatter": "reduce_scatter",
-    "allreduce": "all_reduce",
-    "all_reduce": "all_reduce",
-    "send": "send",
-    "recv": "recv",
-}
-
-
 TIED, L4 = {"tie_word_embeddings": True}, {"num_hidden_layers": 4}
-
-
-class CountCollectives(TorchDispatchMode):
-    """Counts (kind, bytes of the whole tensor, group size) of what is sent."""
-
-    def __init__(self):
-        super().__init__()
-        self.found = collections.Counter()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        space, _, name = func._schema.name.partition("::")
-        if space in ("c10d", "_c10d_functional"):
-            kind = next((v for k, v in KINDS.items() if k in name), None)
-            if kind:
-                tensors = [
-                    t
-                    for t in torch.utils._pytree.tree_leaves((args, out))
-                    if isinstance(t, torch.Tensor)
-                ]
-                size = max(t.numel() * t.element_size() for t in tensors)
-                self.found[kind, size] += 1
-        return out
 
 
 def count_step(
@@ -144,7 +116,10 @@ def count_step(
     ):  # fmt: skip
         blocks = len(model.model.layers) if row.unit == "block" else 1
         planned[row.kind, row.bytes] += row.count * blocks
-    return counter.found, planned
+    found = collections.Counter()
+    for (_, kind, size), number in counter.found.items():
+        found[kind, size] += number
+    return found, planned
 
 
 @pytest.mark.parametrize(
@@ -200,6 +175,27 @@ def test_collectives_with_memory_savers_equal_the_plan(tp, sizes, sp, memory, ra
     args = tp, sizes, micro_batches, sp, "float32", {}, "1f1b", memory
     for found, planned in ranks4.run(count_step, *args):
         assert found == planned
+
+
+@pytest.mark.parametrize("mode", ["on", "off"])
+@pytest.mark.parametrize("name", ["1x1", "2x4", "rep2-dp2-tp2", "dp2-cp2-tp2", "pp2-dp2-tp2"])
+def test_the_plan_is_the_least_that_can_be_sent(name, mode):
+    """Counts and bytes of benchmarks.communication, worked out apart from the plan."""
+    sizes = parse_layout(name)
+    flags = [*communication.MODEL, *layout_flags(name), "--sequence-parallel", mode]
+    config = parse_flags(flags)
+    layout = check(config, Launch(0, math.prod(sizes.values()), 0, 1))
+    planned = collections.Counter(
+        {("all", "all_reduce", "count"): 1, ("all", "all_reduce", "bytes"): 16}
+    )
+    for row in collectives(
+        config.model, layout, stages=layout.rank_stages(config.model, config.step.seq_len, 0),
+        seq_len=config.step.seq_len, dtype=torch.float32,
+        sequence_parallel=mode == "on" and layout.tp > 1,
+    ):  # fmt: skip
+        planned[row.dim, row.kind, "count"] += row.count * row.units
+        planned[row.dim, row.kind, "bytes"] += row.count * row.units * row.bytes
+    assert communication.minimum(flags, sizes) == planned
 
 
 class NoWholeVocabulary(TorchDispatchMode):

@@ -1,5 +1,6 @@
 """Whole runs: files, restarts on the same and on other layouts, and what a person sees."""
 
+import gzip
 import json
 import math
 import os
@@ -209,3 +210,15 @@ def test_print_plan():
         "32,768",
     ]  # fmt: skip
     assert len([x for x in out.splitlines() if x.startswith("model.")]) == 4 * 9 + 2
+
+
+def test_a_profile_of_chosen_steps(launched2, tmp_path):
+    """The last of them is the last of the run."""
+    train(launched2, tmp_path, "--tp", 2, "--steps", 3, "--profile", "2-3")
+    for rank in range(2):
+        with gzip.open(tmp_path / f"profile/trace-rank-0000{rank}.json.gz", "rt") as f:
+            names = [event["name"] for event in json.load(f)["traceEvents"]]
+        for name in ("forward", "backward", "gradient norm", "update"):
+            assert names.count(name) == 2, "of two steps"
+        assert "[memory]" in names
+    assert [row["step"] for row in rows(tmp_path)] == [1, 2, 3]
