@@ -11,29 +11,12 @@ the largest resident set above the level after the imports, of the rank with mos
 
 import gc
 import json
-import os
-import socket
 import sys
-import tempfile
-import time
 from pathlib import Path
 
-import torch
-import torch.distributed as dist
-import torch.multiprocessing as multiprocessing
-
-from models.initialization import init_weights
-from models.llama import Llama
-from parallel import parallelize
-from parallel.grad_compression import replicate
+from benchmarks.ranks import Training, cpu_and_wall, over_ranks, run_ranks
 from parallel.layout import Launch
-from parallel.mesh import init_ranks
-from training import start
-from training.checks import check
-from training.command_line import parse_flags
-from training.loop import FaultFlag, optimizer_step
 from training.metrics import PeakMemory
-from training.optimizer import ShardedOptimizer
 
 # PowerSGD begins with the third step.
 PROCESSES, ROUNDS, WARM_UP, STEPS = 4, 2, 2, 3
@@ -72,63 +55,17 @@ GROUPS = {
 }
 
 
-def measure(rank: int, flags: list[str], port: int, out: str) -> None:
-    """One option on one rank: writes CPU seconds of a step and the peak bytes to ``out``."""
-    torch.set_num_threads(1)
-    os.environ |= {"RANK": str(rank), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    config = parse_flags([*MODEL, *flags], console=False)
-    launch = Launch(rank, PROCESSES, rank, PROCESSES)
-    layout = check(config, launch)
-    ranks = init_ranks(launch, layout, 600)
+def measure(launch: Launch, flags: list[str]) -> dict:
+    """CPU seconds of a step, over all ranks, and the peak bytes of the rank with most."""
     memory = PeakMemory("cpu")
-    with torch.device("meta"):
-        model = Llama(config.model)
-    options = start.parallel_options(config, ranks) | config.memory.model_dump()
-    stages = layout.rank_stages(config.model, config.step.seq_len, ranks.pp_rank)
-    parts = parallelize(model, ranks.mesh, zero=layout.zero, stages=stages, **options)
-    pipeline = start.make_pipeline(config, parts, stages, layout, ranks)
-    model.to_empty(device="cpu")
-    init_weights(model, 0)
-    optimizer, fault = ShardedOptimizer(model, config.optimizer), FaultFlag(ranks.device)
-    trained = replicate(model, config.memory.grad_compression)
-    shape = (layout.batch_size, config.step.seq_len // layout.cp)
-    tokens = torch.randint(0, config.model.vocab_size, shape)
-    batch = [(tokens, tokens)] * layout.micro_batches
-    targets = config.step.global_batch_size * config.step.seq_len
-
-    def step(number: int) -> None:
-        optimizer_step(
-            trained, optimizer, batch, targets, ranks,
-            zero=layout.zero, pipeline=pipeline, lr=1e-4, grad_clip=1.0, step=number, fault=fault,
-        )  # fmt: skip
-
-    for number in range(1, WARM_UP + 1):
-        step(number)
+    training = Training(launch, [*MODEL, *flags])
+    for _ in range(WARM_UP):
+        training.step()
     gc.collect()
     memory.reset()
-    started = time.process_time()
-    for number in range(STEPS):
-        step(WARM_UP + 1 + number)
-    found = torch.tensor([(time.process_time() - started) / STEPS, memory.peak_bytes() or 0])
-    totals = [torch.zeros(2) for _ in range(PROCESSES)]
-    dist.all_gather(totals, found, group=ranks.control)
-    if rank == 0:
-        cpu, peak = torch.stack(totals).unbind(dim=1)
-        Path(out).write_text(json.dumps({"cpu_s": cpu.sum().item(), "peak_bytes": int(peak.max())}))
-    dist.barrier(ranks.control)
-    dist.destroy_process_group()
-
-
-def run(flags: str) -> dict:
-    """One option in processes that have measured nothing else."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    with tempfile.NamedTemporaryFile() as out:
-        multiprocessing.start_processes(
-            measure, (flags.split(), port, out.name), nprocs=PROCESSES, start_method="fork"
-        )
-        return json.loads(Path(out.name).read_text())
+    cpu, _ = cpu_and_wall(training.step, STEPS)
+    cpus, peaks = over_ranks(cpu, memory.peak_bytes() or 0)
+    return {"cpu_s": sum(cpus), "peak_bytes": int(max(peaks))}
 
 
 def main() -> int:
@@ -138,7 +75,7 @@ def main() -> int:
         for options in GROUPS.values():
             for flags in options:
                 print(f"round {number + 1} of {ROUNDS}: {flags}", file=sys.stderr)
-                found.setdefault(flags, []).append(run(flags))
+                found.setdefault(flags, []).append(run_ranks(measure, PROCESSES, flags.split()))
     best = {
         flags: {key: min(r[key] for r in rounds) for key in rounds[0]}
         for flags, rounds in found.items()

@@ -7,6 +7,7 @@
 #   export SLURM_CONF=DIR/slurm.conf
 #   tests/slurm_cluster.sh stop DIR
 set -euo pipefail
+export PATH=$PATH:/usr/sbin
 dir=${2:?usage: $0 start DIR PORT, or stop DIR}
 
 if [ "$1" = stop ]; then
