@@ -373,7 +373,7 @@ def wait_for(condition, seconds: float, what) -> None:
 @needs_slurm
 def test_two_nodes_stop_are_requeued_and_finish(slurm, repo):
     """One curve, one wandb run, beside a job array on the same nodes and plain srun."""
-    steps, options = 30, ["--sbatch", "cpus-per-task=1", "time=10:00"]
+    steps, options = 20, ["--sbatch", "cpus-per-task=1", "time=10:00"]
     submit = [sys.executable, "-m", "launch.slurm", *options, "--submit"]
     run_dir, metrics = repo / "runs" / "two", repo / "runs" / "two" / "metrics.jsonl"
     flags = ["--recipe", "debug", "--tp", "2", "--steps", steps, "--log-every", 1]
