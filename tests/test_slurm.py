@@ -373,7 +373,7 @@ def wait_for(condition, seconds: float, what) -> None:
 @needs_slurm
 def test_two_nodes_stop_are_requeued_and_finish(slurm, repo):
     """One curve, one wandb run, beside a job array on the same nodes and plain srun."""
-    steps, options = 20, ["--sbatch", "cpus-per-task=1", "time=10:00"]
+    steps, options = 40, ["--sbatch", "cpus-per-task=1", "time=10:00"]
     submit = [sys.executable, "-m", "launch.slurm", *options, "--submit"]
     run_dir, metrics = repo / "runs" / "two", repo / "runs" / "two" / "metrics.jsonl"
     flags = ["--recipe", "debug", "--tp", "2", "--steps", steps, "--log-every", 1]
@@ -389,11 +389,11 @@ def test_two_nodes_stop_are_requeued_and_finish(slurm, repo):
         return slurm("squeue", "--noheader", f"--job={number}", "--format=%T", "--states=all")
 
     wait_for(lambda: metrics.exists() and len(rows(run_dir)) >= 3, 90, log)
+    # To the batch shell, as Slurm itself does before the time limit.
+    slurm("scancel", "--signal=USR1", "--batch", job)
     layouts = ["--layouts", "1x2", "2x1", "--gpus-per-node", 2]
     array = slurm(*submit, *layouts, "--", *SMALL, "--steps", 5, "--run-dir", "runs/array")
     array = array.split()[-1]
-    # To the batch shell, as Slurm itself does before the time limit.
-    slurm("scancel", "--signal=USR1", "--batch", job)
     wait_for(lambda: "PENDING" in state(), 60, log)
     first = len(rows(run_dir))
     assert 3 <= first < steps

@@ -56,9 +56,9 @@ if [ "$(field state)" = stopped ] && [ "$(field time)" != "$before" ]; then
         echo "not requeued: it is not this job that has stopped in $run_dir"
     elif [ "$state" != RUNNING ]; then
         echo "not requeued: the job is $state"
-    elif scontrol requeue "$job"; then
-        echo "$run_dir stopped at step $(field step): job $job is requeued"
     else
-        echo "$run_dir stopped at step $(field step), and job $job cannot be requeued: submit it again"
+        # Said first: to be requeued ends this script.
+        echo "$run_dir stopped at step $(field step): job $job is requeued"
+        scontrol requeue "$job" || echo "job $job cannot be requeued: submit it again"
     fi
 fi
