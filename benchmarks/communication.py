@@ -10,16 +10,14 @@ tokens, and who asks to stop) over all ranks while the step before it is compute
 """
 
 import collections
-import json
 import math
 import sys
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks.ranks import Training, run_ranks
+from benchmarks.ranks import Training, run_ranks, write_json
 from parallel.layout import Launch, layout_flags, parse_layout
 from training.command_line import Parser
 
@@ -68,15 +66,19 @@ def count(launch: Launch, flags: list[str]) -> list:
     training = Training(launch, flags)
     mesh = training.ranks.mesh
     names = {mesh.get_group(dim).group_name: dim for dim in mesh.mesh_dim_names}
-    names[dist.group.WORLD.group_name] = "all"
+    world = dist.group.WORLD.group_name
     training.step()
     with CountCollectives() as counter:
         training.step()
-    # Only the flattened dim of FSDP is none of the mesh.
-    return [
-        (names.get(group, "dp x cp"), kind, size, n)
-        for (group, kind, size), n in counter.found.items()
-    ]
+
+    def dim(group: str, kind: str, size: int) -> str:
+        # A dim over all ranks has no group of its own: what is sent tells the two apart.
+        if group == world and (kind, size) == ("all_reduce", 2 * DOUBLE):
+            return "all"
+        # Only the flattened dim of FSDP is none of the mesh.
+        return names.get(group, "dp x cp")
+
+    return [(dim(*key), *key[1:], n) for key, n in counter.found.items()]
 
 
 def minimum(training_flags: list[str], sizes: dict[str, int]) -> collections.Counter:
@@ -170,9 +172,7 @@ def main() -> int:
                 print(f"| {name} | {mode} | {dim} | {kind} | {row['count']} | "
                       f"{row['minimum_count']} | {row['bytes']:,} | {row['minimum_bytes']:,} | "
                       f"{ratio} |", flush=True)  # fmt: skip
-    out = Path("runs/benchmarks/communication.json")
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(records, indent=1) + "\n")
+    write_json("communication", records)
     return int(any(r["ratio"] != 1 or r["count"] != r["minimum_count"] for r in records))
 
 

@@ -13,13 +13,12 @@ import gc
 import json
 import sys
 import time
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.ranks import Training
+from benchmarks.ranks import Training, write_json
 from parallel.layout import read_launch
 from training.command_line import parse_flags
 from training.metrics import flops_per_token, peak_flops
@@ -131,9 +130,7 @@ def main() -> int:
         torch.cuda.empty_cache()
         torch._dynamo.reset()
     if launch.rank == 0:
-        out = Path("runs/benchmarks/gpu.json")
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(json.dumps(records, indent=1) + "\n")
+        write_json("gpu", records)
     return 0
 
 

@@ -7,18 +7,16 @@ The debug recipe's model on the CPU, float32, AdamW. The stages are those of fou
 micro-batches; activations do not depend on dp, and are those of one process for each tp rank.
 """
 
-import json
 import math
 import sys
 import weakref
-from pathlib import Path
 from unittest import mock
 
 import torch
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks.ranks import run_ranks
+from benchmarks.ranks import run_ranks, write_json
 from models.config import LlamaConfig
 from models.initialization import init_weights
 from models.llama import Llama
@@ -26,6 +24,7 @@ from parallel import parallelize
 from parallel.data_parallel import fsdp_units
 from parallel.layout import Launch, Layout, make_layout
 from parallel.mesh import Ranks, init_ranks
+from parallel.plan import columns
 from training.command_line import load_recipe
 from training.config import OptimizerSection
 from training.loop import batch_loss, forward_backward
@@ -184,16 +183,6 @@ def activations(config: LlamaConfig, layout: Layout, ranks: Ranks, seq_len: int,
     return kept - sum(map(_bytes, model.parameters()))
 
 
-def columns(rows: list[tuple]) -> str:
-    """The rows as lines of aligned columns."""
-    text = [[str(cell) for cell in row] for row in rows]
-    widths = [max(map(len, column)) for column in zip(*text, strict=True)]
-    return "\n".join(
-        "  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip()
-        for row in text
-    )
-
-
 class LiveBytes(TorchDispatchMode):
     """Bytes of all storages that were made under it and are still alive; and their largest."""
 
@@ -260,11 +249,9 @@ def main() -> int:
             f = activation_formula(config, SEQ_LEN, tp, sp, mode)
             kept.append((tp, "on" if sp else "off", mode, m, f, f"{m / f:.3f}"))
     last = ("measured", "formula", "ratio")
-    print(columns([("stage", "moment", "bytes per rank of", *last), *stages]) + "\n")
-    print(columns([("tp", "sequence parallel", "checkpointing", *last), *kept]))
-    out = Path("runs/benchmarks/memory.json")
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps({"stages": stages, "activations": kept}, indent=1) + "\n")
+    print("\n".join(columns([("stage", "moment", "bytes per rank of", *last), *stages])) + "\n")
+    print("\n".join(columns([("tp", "sequence parallel", "checkpointing", *last), *kept])))
+    write_json("memory", {"stages": stages, "activations": kept})
     return int(any(not 0.9 < float(row[-1]) < 1.1 for row in stages + kept))
 
 

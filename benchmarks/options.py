@@ -10,11 +10,9 @@ the largest resident set above the level after the imports, of the rank with mos
 """
 
 import gc
-import json
 import sys
-from pathlib import Path
 
-from benchmarks.ranks import Training, cpu_and_wall, over_ranks, run_ranks
+from benchmarks.ranks import Training, cpu_and_wall, over_ranks, run_ranks, write_json
 from parallel.layout import Launch
 from training.metrics import PeakMemory
 
@@ -87,9 +85,7 @@ def main() -> int:
             added = flags.replace(f"{base} ", "")
             print(f"| `{added}` | {ratios[0]:.2f} | {ratios[1]:.2f} |")
         print()
-    out = Path("runs/benchmarks/options.json")
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(found, indent=1) + "\n")
+    write_json("options", found)
     return 0
 
 

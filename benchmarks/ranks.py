@@ -104,3 +104,10 @@ def cpu_and_wall(step: Callable[[], None], steps: int) -> tuple[float, float]:
     for _ in range(steps):
         step()
     return (time.process_time() - cpu) / steps, (time.perf_counter() - wall) / steps
+
+
+def write_json(name: str, found: list | dict) -> None:
+    """Leave what a benchmark has found in ``runs/benchmarks/<name>.json``."""
+    out = Path("runs/benchmarks") / f"{name}.json"
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps(found, indent=1) + "\n")

@@ -10,17 +10,15 @@ train_llm.py change the model and the options of our own trainer.
 
 import functools
 import gc
-import json
 import math
 import statistics
 import sys
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from benchmarks.ranks import Training, cpu_and_wall, over_ranks, run_ranks
+from benchmarks.ranks import Training, cpu_and_wall, over_ranks, run_ranks, write_json
 from parallel.layout import Launch, layout_flags, parse_layout
 from training.command_line import Parser, parse_flags
 from training.metrics import PeakMemory
@@ -274,9 +272,7 @@ def main() -> int:
                 result = run_ranks(measure, processes, peer, flags, options.steps)
                 found.setdefault((name, peer), []).append(result)
     records = report(found)
-    out = Path("runs/benchmarks/step_time.json")
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(records, indent=1) + "\n")
+    write_json("step_time", records)
     return 0
 
 

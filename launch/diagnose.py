@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 
 from launch.verdict import Left, alike, collective_text, current, named, verdict, where
-from training.run_dir import RunDir, rank_ranges
+from training.run_dir import RunDir, rank_ranges, read_object
 
 MAX_ROWS, MAX_LOGS = 30, 64
 RECORD = {
@@ -44,15 +44,15 @@ def load(path: Path, folder: str = "diagnosis") -> Left:
     run = RunDir(path)
     if not any(p.exists() for p in (run.status_json, run.run_json, run.config_toml, run.lock_file)):
         raise FileNotFoundError
-    starts = (_read(run.run_json) or {}).get("starts") or [{}]
+    starts = (read_object(run.run_json) or {}).get("starts") or [{}]
     records, broken = {}, []
     for file in sorted((path / folder).glob("rank-*.json")):
-        record = _read(file)
+        record = read_object(file)
         if record and record.keys() >= RECORD:
             records[record["rank"]] = record
         else:
             broken.append(file.name)
-    beats = _read(path / folder / "beats.json") or {}
+    beats = read_object(path / folder / "beats.json") or {}
     # Without those that were left on an earlier request, by ranks that did not answer the last one.
     newest = max((record["time"] for record in records.values()), default=0.0)
     asked = beats.get("request", 0)
@@ -69,14 +69,6 @@ def load(path: Path, folder: str = "diagnosis") -> Left:
         if crash := _crash(run.log_file(rank)):
             left.crashes[rank] = crash
     return left
-
-
-def _read(path: Path) -> dict | None:
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    return value if isinstance(value, dict) else None
 
 
 def _crash(log: Path) -> str | None:

@@ -262,7 +262,7 @@ def _stage_lines(model: LlamaConfig, layout: Layout, seq_len: int) -> list[str]:
             holds, parts = f"{holds}, norm, head", [*parts, "model.norm.", "lm_head."]
         size = sum(n for name, n in numel.items() if name.startswith(tuple(parts)))
         table.append((stage.index, stage.pp_rank, holds, f"{size:,}"))
-    return [describe_pipeline(layout), "", *_columns(table), ""]
+    return [describe_pipeline(layout), "", *columns(table), ""]
 
 
 def format_plan(
@@ -287,7 +287,7 @@ def format_plan(
     dims = dims.replace(" dp", " dp x cp") if layout.cp > 1 else dims
     table = [("parameter", "global shape", dims, "local shape", "bytes")]
     table += [(r.name, r.shape, r.placements, r.local_shape, f"{r.bytes:,}") for r in rows]
-    lines += _columns(table)
+    lines += columns(table)
     total = sum(row.bytes for row in rows)
     lines += ["", f"total {total:,} bytes of {model.num_parameters:,} parameters on this rank", ""]
     for pp_rank, found in sent.items():
@@ -297,11 +297,12 @@ def format_plan(
             table.append((unit, c.dim, c.kind, c.count, f"{c.bytes:,}", c.why))
         if layout.pp > 1:
             lines += [f"ranks of pp {pp_rank}", ""]
-        lines += [*(_columns(table) if found else ["no collectives within the step"]), ""]
+        lines += [*(columns(table) if found else ["no collectives within the step"]), ""]
     return "\n".join(lines[:-1])
 
 
-def _columns(table: list[tuple]) -> list[str]:
+def columns(table: list[tuple]) -> list[str]:
+    """The rows of a table as lines of aligned columns."""
     text = [[str(cell) for cell in row] for row in table]
     widths = [max(map(len, column)) for column in zip(*text, strict=True)]
     return [

@@ -28,7 +28,7 @@ LOGGER = "parallel_recipes"
 _ID_LETTERS = string.ascii_lowercase + string.digits
 
 
-def _read_object(path: Path) -> dict | None:
+def read_object(path: Path) -> dict | None:
     """The JSON object in a file; None if there is no file, or no object in it."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
@@ -154,7 +154,7 @@ class RunDir:
 
     def _read_run(self) -> dict:
         """run.json, or a new one; a corrupt one is put aside, since no training depends on it."""
-        run = _read_object(self.run_json)
+        run = read_object(self.run_json)
         if run is not None and isinstance(run.get("starts"), list):
             return run
         if self.run_json.exists():
@@ -173,11 +173,11 @@ class RunDir:
 
     def starts(self) -> int:
         """How many times this run has been started, as far as the first step or further."""
-        return len((_read_object(self.run_json) or {}).get("starts", ()))
+        return len((read_object(self.run_json) or {}).get("starts", ()))
 
     def begun_by(self, launch_id: str) -> bool:
         """Whether the last start that got as far as changing something was of this launch."""
-        starts = (_read_object(self.run_json) or {}).get("starts")
+        starts = (read_object(self.run_json) or {}).get("starts")
         last = starts[-1] if isinstance(starts, list) and starts else None
         return isinstance(last, dict) and launch_id in last.get("launch", ())
 
@@ -234,7 +234,7 @@ class RunDir:
 
     def read_status(self) -> dict | None:
         """The last status; None if there is none that can be read."""
-        return _read_object(self.status_json)
+        return read_object(self.status_json)
 
     def cut_metrics(self, step: int) -> None:
         """Drop what was logged after ``step``, and torn lines; the bytes of the others stay.
