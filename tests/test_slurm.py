@@ -77,6 +77,13 @@ def slurm(cluster, repo):
     return run
 
 
+@pytest.fixture(autouse=True)
+def no_runs_yet(monkeypatch, tmp_path):
+    """Flags are compared with the runs of the repository; these tests are about new ones."""
+    monkeypatch.setattr("launch.slurm.__main__.REPO", tmp_path)
+    monkeypatch.chdir(tmp_path)
+
+
 def render(capsys, *words: str) -> str:
     assert main(list(words)) == 0
     return capsys.readouterr().out
@@ -124,7 +131,7 @@ def test_what_is_rendered_is_a_clean_script(words, with_site, site, capsys, tmp_
         assert "#SBATCH --account=my-project" in header and "#SBATCH --exclusive" in header
         assert "#SBATCH --cpus-per-task=96" in header
         assert "module load cuda/12.8" in text and "export NCCL_SOCKET_IFNAME=ib0" in text
-        assert f'--container-mounts="{REPO}:{REPO},/scratch:/scratch"' in text
+        assert f'--container-mounts="{tmp_path}:{tmp_path},/scratch:/scratch"' in text
 
 
 @needs_shellcheck
@@ -230,9 +237,10 @@ def test_the_preflight_has_its_own_options(capsys):
 
 
 def test_it_runs_in_the_repository_only(capsys, monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
     assert main(["--", "--tp", "2"]) == 2
-    assert f"cd {REPO}" in capsys.readouterr().err
+    assert f"cd {tmp_path}" in capsys.readouterr().err
 
 
 STUB = """#!/bin/bash
@@ -383,7 +391,9 @@ def test_two_nodes_stop_are_requeued_and_finish(slurm, repo):
 
     def log() -> str:
         said = [f"{p}:\n{p.read_text()}" for p in repo.glob("*.out")]
-        return "\n".join([*said, slurm("squeue", "--states=all"), slurm("scontrol", "show", "job")])
+        return "\n".join(
+            [slurm("scontrol", "show", "job", job), slurm("squeue", "--states=all"), *said]
+        )
 
     def state(number: str = job) -> str:
         return slurm("squeue", "--noheader", f"--job={number}", "--format=%T", "--states=all")
@@ -399,12 +409,13 @@ def test_two_nodes_stop_are_requeued_and_finish(slurm, repo):
     assert 3 <= first < steps
 
     def restarted() -> bool:
-        # Again and again: while the job is still completing, Slurm sets the time itself.
-        if pending := "PENDING" in state():
+        # Again and again: a job that is requeued waits for two minutes, counted anew if it
+        # starts while a node still cleans up after it.
+        if "PENDING" in state():
             slurm("scontrol", "update", f"JobId={job}", "StartTime=now", fails=True)
-        return not pending
+        return len(rows(run_dir)) > first
 
-    wait_for(restarted, 60, log)
+    wait_for(restarted, 120, log)
 
     plain = [sys.executable, "train_llm.py", *SMALL, "--steps", 2, "--run-dir", "runs/plain"]
     said = slurm("srun", "--nodes=2", "--ntasks-per-node=1", *plain, "--tp", 2)
