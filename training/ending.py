@@ -212,6 +212,10 @@ def finish(
             # What could not be printed would make Python's own exit fail.
             sys.stdout = open(os.devnull, "w")  # noqa: SIM115
         run.unlock()
+    # A batch script repeats its signal until all have left, and Python, as it exits, gives signals
+    # that it handles their deadly default back.
+    for name in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(name, signal.SIG_IGN)
     rank_logger(run, ranks.rank).info("%s at step %d", outcome, progress.step)
     # Everything is saved. A rank that has left already closes its connections on the others.
     with contextlib.suppress(RuntimeError):
