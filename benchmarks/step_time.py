@@ -4,31 +4,59 @@
 
 CPU, float32, the same tokens in every step. Each measurement runs in processes of its own, all of
 them in turn, several times. Tokens per CPU second (of all ranks and threads together) say how much
-work a token is; on a machine with fewer cores than processes, wall time says little. Flags of
-train_llm.py change the model and the options of our own trainer.
+work a token is; on a machine with fewer cores than processes, wall time says little. Memory is the
+largest sum of the bytes of all tensors that a rank holds at a time, from building the model on.
+Flags of train_llm.py change the model and the options of our own trainer. ``--against accelerate``
+needs ``pip install accelerate``.
 """
 
 import functools
 import gc
 import math
+import os
 import statistics
 import sys
+import weakref
 
 import torch
 import torch.nn.functional as F
+from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile, record_function
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.ranks import Training, cpu_and_wall, over_ranks, run_ranks, write_json
 from parallel.layout import Launch, layout_flags, parse_layout
 from training.command_line import Parser, parse_flags
-from training.metrics import PeakMemory
+from training.config import Config
 
 MODEL = """
     --hidden-size 256 --intermediate-size 704 --num-hidden-layers 4 --num-attention-heads 8
     --num-key-value-heads 8 --vocab-size 512 --seq-len 256 --batch-size 4
 """.split()  # noqa: SIM905
-WARM_UP = 2
 REDUCTION = ("FSDP::post_backward_reduce", "FSDP::root_post_backward_callback")
+
+
+class PeakTensorBytes(TorchDispatchMode):
+    """The largest sum of bytes of the tensors that were made under it, in ``peak``."""
+
+    def __init__(self):
+        super().__init__()
+        self.peak, self._alive = 0, {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # comes again, for each part of what it does
+        out = func(*args, **(kwargs or {}))
+        for t in torch.utils._pytree.tree_leaves(out):
+            if type(t) is torch.Tensor and t.device.type == "cpu":
+                storage = t.untyped_storage()
+                if storage._cdata not in self._alive:
+                    self._alive[storage._cdata] = weakref.ref(storage)
+                    weakref.finalize(storage, self._alive.pop, storage._cdata, None)
+        # Not added up as they come: FSDP2 resizes storages.
+        found = (storage() for storage in list(self._alive.values()))
+        self.peak = max(self.peak, sum(s.nbytes() for s in found if s is not None))
+        return out
 
 
 class Transformers:
@@ -42,26 +70,15 @@ class Transformers:
     def __init__(self, launch: Launch, flags: list[str], sequence_parallel: bool):
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard
-        from transformers import LlamaConfig, LlamaForCausalLM
+        from transformers import LlamaForCausalLM
 
         config = parse_flags(flags, console=False)
-        tp, model = config.layout.tp, config.model
+        tp = config.layout.tp
         dp = launch.world_size // tp
         torch.distributed.init_process_group("gloo", rank=launch.rank, world_size=launch.world_size)
         mesh = init_device_mesh("cpu", (dp, tp), mesh_dim_names=("dp", "tp"))
         torch.manual_seed(0)
-        self.model = LlamaForCausalLM(
-            LlamaConfig(
-                hidden_size=model.hidden_size,
-                intermediate_size=model.intermediate_size,
-                num_hidden_layers=model.num_hidden_layers,
-                num_attention_heads=model.num_attention_heads,
-                num_key_value_heads=model.kv_heads,
-                vocab_size=model.vocab_size,
-                max_position_embeddings=config.step.seq_len,
-                use_cache=False,
-            )
-        )
+        self.model = LlamaForCausalLM(_llama_config(config))
         self._cut_loss = sequence_parallel and tp > 1
         if tp > 1:
             _parallelize(self.model, mesh["tp"], sequence_parallel)
@@ -70,7 +87,7 @@ class Transformers:
         fully_shard(self.model, mesh=mesh["dp"])
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
         shape = (config.step.batch_size, config.step.seq_len)
-        self._tokens = torch.randint(0, model.vocab_size, shape)
+        self._tokens = torch.randint(0, config.model.vocab_size, shape)
         self.tokens_per_step = math.prod(shape) * dp
 
     def step(self) -> None:
@@ -152,25 +169,85 @@ def _parallelize(model, mesh, sequence_parallel: bool) -> None:
         parallelize_module(layer, mesh, block)
 
 
+class Accelerate:
+    """transformers' Llama, prepared by ``accelerate``: on a CPU it knows data parallelism alone.
+
+    Raises:
+        ValueError: if ``accelerate`` refuses the layout.
+    """
+
+    def __init__(self, launch: Launch, flags: list[str]):
+        from accelerate import Accelerator
+        from accelerate.parallelism_config import ParallelismConfig
+        from transformers import LlamaForCausalLM
+
+        config = parse_flags(flags, console=False)
+        tp, dp = config.layout.tp, launch.world_size // config.layout.tp
+        os.environ |= {"WORLD_SIZE": str(launch.world_size), "LOCAL_RANK": str(launch.rank)}
+        sizes = {"parallelism_config": ParallelismConfig(dp_shard_size=dp, tp_size=tp)}
+        self._accelerator = Accelerator(cpu=True, **(sizes if tp > 1 else {}))
+        torch.manual_seed(0)
+        model = LlamaForCausalLM(_llama_config(config))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+        self.model, self.optimizer = self._accelerator.prepare(model, optimizer)
+        shape = (config.step.batch_size, config.step.seq_len)
+        self._tokens = torch.randint(0, config.model.vocab_size, shape)
+        self.tokens_per_step = math.prod(shape) * dp
+
+    def step(self) -> None:
+        """One optimizer step, with clipping."""
+        with record_function("forward"):
+            logits = self.model(input_ids=self._tokens).logits
+            loss = F.cross_entropy(logits.flatten(0, 1), self._tokens.flatten())
+        with record_function("backward"):
+            self._accelerator.backward(loss)
+        with record_function("gradient norm"):
+            self._accelerator.clip_grad_norm_(self.model.parameters(), 1.0)
+        with record_function("update"):
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+
+
+def _llama_config(config: Config):
+    from transformers import LlamaConfig
+
+    model = config.model
+    return LlamaConfig(
+        hidden_size=model.hidden_size,
+        intermediate_size=model.intermediate_size,
+        num_hidden_layers=model.num_hidden_layers,
+        num_attention_heads=model.num_attention_heads,
+        num_key_value_heads=model.kv_heads,
+        vocab_size=model.vocab_size,
+        max_position_embeddings=config.step.seq_len,
+        use_cache=False,
+    )
+
+
 PEERS = {
     "ours": Training,
     "transformers": functools.partial(Transformers, sequence_parallel=False),
+    "accelerate": Accelerate,
     "transformers, sequence parallel": functools.partial(Transformers, sequence_parallel=True),
 }
 
 
 def measure(launch: Launch, peer: str, flags: list[str], steps: int) -> dict:
-    """One trainer on this rank; the sums over ranks."""
-    memory = PeakMemory("cpu")
-    trainer = PEERS[peer](launch, flags)
-    for _ in range(WARM_UP):
+    """One trainer on this rank; the sums over ranks, or its ``refusal``."""
+    memory = PeakTensorBytes()
+    with memory:
+        try:
+            trainer = PEERS[peer](launch, flags)
+        except ValueError as error:
+            return {"refusal": str(error)}
+        trainer.step()  # the first makes the optimizer's state
+        gc.collect()
+        memory.peak = 0
         trainer.step()
-    gc.collect()
-    memory.reset()
+    trainer.step()
     cpu, wall = cpu_and_wall(trainer.step, steps)
-    peak = memory.peak_bytes()
     parts = split(trainer.step)
-    cpus, walls, peaks, *each = over_ranks(cpu, wall, peak, *parts.values())
+    cpus, walls, peaks, *each = over_ranks(cpu, wall, memory.peak, *parts.values())
     return {
         "tokens_per_cpu_s": trainer.tokens_per_step / sum(cpus),
         "tokens_per_s": trainer.tokens_per_step / max(walls),
@@ -239,7 +316,14 @@ def report(found: dict[tuple[str, str], list[dict]]) -> list[dict]:
             f"{ours['peak_bytes'] / record['peak_bytes']:.2f}",
             *(f"{seconds / whole:.0%}" for seconds in record["split"].values()),
         ])  # fmt: skip
-    head = ["layout", "trainer", "tokens per CPU s", "spread", "ours is times", "peak MiB"]
+    head = [
+        "layout",
+        "trainer",
+        "tokens per CPU s",
+        "spread",
+        "ours is times",
+        "peak MiB of tensors",
+    ]
     head += ["ours is times", *records[0]["split"]]
     print("| " + " | ".join(head) + " |\n" + "|---" * len(head) + "|")
     for line in lines:
@@ -252,9 +336,9 @@ def main() -> int:
     parser = Parser(prog="python -m benchmarks.step_time", description=__doc__)
     add = parser.add_argument
     add("--layouts", nargs="+", default=["1x1", "1x8", "2x4", "4x2", "8x1"], metavar="DPxTP")
-    add("--against", choices=("transformers",), help="measure this, too")
+    add("--against", choices=("transformers", "accelerate"), help="measure this, too")
     add("--rounds", type=int, default=5)
-    add("--steps", type=int, default=6, help="measured in each round, after 2 others")
+    add("--steps", type=int, default=6, help="measured in each round, after 3 others")
     options, train_flags = parser.parse_known_args()
     peers = [peer for peer in PEERS if peer.startswith(options.against or "ours") or peer == "ours"]
     found = {}
@@ -270,6 +354,9 @@ def main() -> int:
                 flags = flags_of(name, train_flags)
                 processes = math.prod(sizes.values())
                 result = run_ranks(measure, processes, peer, flags, options.steps)
+                if "refusal" in result:
+                    print(f"{peer} refuses {name}: {result['refusal']}", file=sys.stderr)
+                    continue
                 found.setdefault((name, peer), []).append(result)
     records = report(found)
     write_json("step_time", records)

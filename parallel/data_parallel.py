@@ -10,7 +10,7 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     fully_shard,
 )
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from models.llama import Llama
@@ -24,7 +24,10 @@ def apply_fsdp(
     dtype: torch.dtype,
     cpu_offload: bool = False,
 ) -> None:
-    """Shard ``model`` over the dp ``mesh``, also where it has one rank.
+    """Shard ``model`` over the dp ``mesh``.
+
+    On one rank FSDP2 shares nothing out. It is applied where it casts or offloads; else it would
+    only copy, and parameters are just placed on the mesh.
 
     One unit per transformer block, one for the token embedding, one for final norm and head. Tied
     embeddings belong to the root, since a parameter can live in one unit only.
@@ -38,6 +41,8 @@ def apply_fsdp(
             materialised; after a backward the gradients have arrived.
     """
     low_precision = dtype if dtype == torch.bfloat16 else None
+    if mesh.size() == 1 and not low_precision and not cpu_offload:
+        return _place(model, mesh)
     # Inputs are not cast: the RoPE tables would lose their float32.
     policy = MixedPrecisionPolicy(
         param_dtype=low_precision,
@@ -82,6 +87,16 @@ def apply_fsdp(
         unit.set_force_sum_reduction_for_comms(True)
 
 
+def _place(model: Llama, mesh: DeviceMesh) -> None:
+    """Make the weights that tp has not placed DTensors, as those of any other layout are."""
+    for module in model.modules():
+        weight = getattr(module, "weight", None)
+        if isinstance(weight, nn.Parameter) and not isinstance(weight, DTensor):
+            placed = distribute_tensor(weight, mesh, [Shard(0)], src_data_rank=None)
+            module.weight = nn.Parameter(placed)
+    model.tie_weights()
+
+
 def _unevenly_cut_by_tp(parameter: nn.Parameter) -> bool:
     """Whether tp has cut dim 0 into parts of unequal size: an uneven vocabulary.
 
@@ -101,6 +116,8 @@ def set_prefetch(model: Llama, *, forward: int, backward: int) -> None:
     block before, and in the backward the unit that ran before. In a pipeline that may be one of
     another micro-batch, which is gathered in vain.
     """
+    if not isinstance(model, FSDPModule):
+        return
     blocks = list(model.model.layers.values())
     for i, block in enumerate(blocks):
         block.set_modules_to_forward_prefetch(blocks[i + 1 : i + 1 + forward])
@@ -112,9 +129,7 @@ def set_prefetch(model: Llama, *, forward: int, backward: int) -> None:
         embedding.set_modules_to_backward_prefetch([embedding])
 
 
-def begin_micro_batch(
-    model: FSDPModule | DistributedDataParallel, *, zero: int, last: bool
-) -> None:
+def begin_micro_batch(model: Llama | DistributedDataParallel, *, zero: int, last: bool) -> None:
     """Say what the next backward does with gradients and gathered parameters.
 
     ZeRO-2 and 3 reduce-scatter the gradients of every micro-batch, so that no rank holds more than
@@ -123,6 +138,8 @@ def begin_micro_batch(
     """
     if isinstance(model, DistributedDataParallel):
         model.require_backward_grad_sync = last  # as within no_sync()
+    elif not isinstance(model, FSDPModule):
+        return
     elif zero >= 2:
         model.set_requires_all_reduce(last)
     else:
