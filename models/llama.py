@@ -211,6 +211,37 @@ class Attention(nn.Module):
         return self.o_proj(out.transpose(1, 2).reshape(batch, seq, -1))
 
 
+class _SwiGLULinear(torch.autograd.Function):
+    """(silu(gate) * up) @ weight.T, keeping gate and up alone.
+
+    Left to autograd, silu(gate) and the product are kept, too: twice as much, and about a third of
+    what a block keeps. To form both again costs two passes over memory, but no matrix product.
+    """
+
+    @staticmethod
+    def forward(ctx, gate, up, weight):
+        ctx.save_for_backward(gate, up, weight)
+        return F.linear(F.silu(gate) * up, weight)
+
+    @staticmethod
+    def backward(ctx, grad):
+        gate, up, weight = ctx.saved_tensors
+        act, grad = F.silu(gate), grad.flatten(0, -2)
+        weight_grad = grad.T @ (act * up).flatten(0, -2)
+        # In place: a step needs the most memory about here, where its backward begins.
+        inner_grad = (grad @ weight).view_as(gate)
+        up_grad = act.mul_(inner_grad)
+        return torch.ops.aten.silu_backward(inner_grad.mul_(up), gate), up_grad, weight_grad
+
+
+class Down(Linear):
+    """The projection that ends a SwiGLU feed-forward."""
+
+    def forward(self, gate: Tensor, up: Tensor) -> Tensor:
+        """[..., local F] each -> [..., D]."""
+        return _SwiGLULinear.apply(gate, up, local_weight(self))
+
+
 class MLP(nn.Module):
     """SwiGLU feed-forward (Shazeer 2020)."""
 
@@ -218,11 +249,11 @@ class MLP(nn.Module):
         super().__init__()
         self.gate_proj = Linear(config.hidden_size, config.intermediate_size)
         self.up_proj = Linear(config.hidden_size, config.intermediate_size)
-        self.down_proj = Linear(config.intermediate_size, config.hidden_size)
+        self.down_proj = Down(config.intermediate_size, config.hidden_size)
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, S, D] -> [B, S, D]."""
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return self.down_proj(self.gate_proj(x), self.up_proj(x))
 
 
 class Block(nn.Module):
