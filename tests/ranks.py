@@ -5,6 +5,7 @@ else, so that a group of 8 starts in a second and a fork never copies a live aut
 """
 
 import contextlib
+import ctypes
 import datetime
 import faulthandler
 import multiprocessing
@@ -18,8 +19,9 @@ from collections.abc import Callable
 from multiprocessing.connection import wait
 
 # Every gloo group has threads that wake a hundred times a second for as long as it exists: ranks
-# with hundreds of groups behind them leave little of two cores.
+# are stopped while nobody needs them, and ended with too many groups behind them.
 MAX_THREADS = 80
+PR_SET_PDEATHSIG = 1
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["tests.ranks_preload"])
 
@@ -40,6 +42,8 @@ def _serve(rank: int, world_size: int, port: int | None, pipe, log: str) -> None
     for stream in (1, 2):
         os.dup2(output, stream)
     faulthandler.register(signal.SIGQUIT, all_threads=True)
+    # A stopped process does not see that the tests are gone.
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     import torch
     import torch.distributed as dist
 
@@ -102,6 +106,7 @@ class Group:
         """
         if not self._processes:
             self._start()
+        self._signal(signal.SIGCONT)
         for pipe in self._pipes:
             pipe.send((function, args, kwargs))
         results, faults = [None] * self.world_size, []
@@ -126,13 +131,17 @@ class Group:
             raise RankError("\n".join([*faults, self._end()]))
         if len(os.listdir(f"/proc/{self._processes[0].pid}/task")) > MAX_THREADS:
             self.close()
+        self._signal(signal.SIGSTOP)
         return results
+
+    def _signal(self, number: int) -> None:
+        for process in self._processes:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process.pid, number)
 
     def _end(self) -> str:
         """Kill the ranks after asking for their stacks; what they wrote to stdout and stderr."""
-        for process in self._processes:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(process.pid, signal.SIGQUIT)
+        self._signal(signal.SIGQUIT)
         time.sleep(0.5)
         text = open(self._log.name, errors="replace").read()  # noqa: SIM115
         self.close()

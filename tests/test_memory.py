@@ -133,7 +133,8 @@ def kept_by_a_compiled_block(mode: str) -> int:
     model = make_model(ranks, dtype="float32", memory=memory, zero=2, **BIG)
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
-        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        storage = getattr(tensor, "_local_tensor", tensor).untyped_storage()
+        kept[storage.data_ptr()] = storage.nbytes()
         return tensor
 
     block = model.model.layers["1"]
@@ -143,7 +144,7 @@ def kept_by_a_compiled_block(mode: str) -> int:
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
             output = run(*inputs)
         for p in block.parameters():
-            kept.pop(p.untyped_storage().data_ptr(), None)
+            kept.pop(p.to_local().untyped_storage().data_ptr(), None)
         return output
 
     block.run = watched

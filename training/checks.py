@@ -311,4 +311,11 @@ def load_config(argv: list[str]) -> tuple[Config, Layout, Launch]:
             f"{launch.local_world_size} processes: tensor parallelism over a network is slow",
             file=sys.stderr,
         )
+    selective = config.memory.activation_checkpoint == "selective"
+    if launch.rank == 0 and config.layout.tp > 1 and selective and not planning:
+        print(
+            f"train_llm.py: warning: --activation-checkpoint selective keeps more than none with "
+            f"--tp {config.layout.tp}, since it keeps partial sums: use none or full",
+            file=sys.stderr,
+        )
     return config, layout, launch
