@@ -32,6 +32,7 @@ def main() -> None:
     from training import ending, start
     from training.checkpoint import Checkpointer, Progress, load_checkpoint
     from training.fingerprint import Fingerprints
+    from training.garbage import collecting_together
     from training.loop import train
     from training.metrics import Meter
     from training.optimizer import ShardedOptimizer
@@ -84,7 +85,7 @@ def main() -> None:
 
         # From here on a signal means: finish the step, save, and leave.
         stop_requested = ending.stop_requests(started, config.run.stop_after)
-        with Checkpointer(
+        with collecting_together(), Checkpointer(
             run.checkpoints, model, optimizer, progress, ranks, config.run,
             identity=start.run_identity(config, data), started_from=checkpoint,
             report=ending.report_save(run, ranks, reporter),

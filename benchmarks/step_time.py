@@ -335,7 +335,8 @@ def main() -> int:
     """Measure everything in turn, print the table, write JSON."""
     parser = Parser(prog="python -m benchmarks.step_time", description=__doc__)
     add = parser.add_argument
-    add("--layouts", nargs="+", default=["1x1", "1x8", "2x4", "4x2", "8x1"], metavar="DPxTP")
+    usual = ["1x1", "1x8", "2x4", "4x2", "8x1", "pp2-dp2-tp2", "dp2-cp2-tp2"]
+    add("--layouts", nargs="+", default=usual, metavar="LAYOUT")
     add("--against", choices=("transformers", "accelerate"), help="measure this, too")
     add("--rounds", type=int, default=5)
     add("--steps", type=int, default=6, help="measured in each round, after 3 others")

@@ -15,6 +15,7 @@ from parallel.data_parallel import begin_micro_batch, reshard
 from parallel.layout import Layout
 from parallel.mesh import Ranks
 from parallel.tensor_parallel import reduce_partial_gradients, rows_of
+from training import garbage
 from training.checkpoint import Checkpointer, Progress
 from training.config import Config
 from training.data import TokenData, eval_batches, num_eval_batches, prefetch, train_batch
@@ -396,6 +397,7 @@ def train(
             heartbeat.at(step, "checkpoint")
             with meter.pause():
                 save(checkpointer.save)
+        garbage.collect(step)
     if profiler:
         profiler.stop()
     heartbeat.at(progress.step, "last checkpoint")

@@ -1,0 +1,31 @@
+"""Python's garbage collector, at the same steps on all ranks."""
+
+import contextlib
+import gc
+from collections.abc import Iterator
+
+# Steps between two collections, which take milliseconds.
+EVERY = 50
+
+
+@contextlib.contextmanager
+def collecting_together() -> Iterator[None]:
+    """Leave it to :func:`collect`, and what is there already out for good.
+
+    By itself the collector runs when a rank happens to have made enough objects, while all other
+    ranks wait for it. Tensors do not wait to be collected unless they are in a cycle.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+        gc.unfreeze()
+
+
+def collect(step: int) -> None:
+    """Collect young objects every 50 steps."""
+    if step % EVERY == 0:
+        gc.collect(1)
