@@ -25,6 +25,7 @@ from parallel.data_parallel import fsdp_units
 from parallel.layout import Launch, Layout, make_layout
 from parallel.mesh import Ranks, init_ranks
 from parallel.plan import columns
+from planner.memory import Options, block_bytes, embedding_bytes, head_bytes, loss_bytes
 from training.command_line import load_recipe
 from training.config import OptimizerSection
 from training.loop import batch_loss, forward_backward
@@ -132,37 +133,15 @@ def measure(config: LlamaConfig, layout: Layout, ranks: Ranks, seq_len: int) -> 
 def activation_formula(
     config: LlamaConfig, tokens: int, tp: int, sequence_parallel: bool, mode: str
 ) -> int:
-    """Bytes that a forward of float32 leaves for the backward, on the CPU.
+    """Bytes that a forward of float32 leaves for the backward, on the CPU: the planner's formula.
 
-    With T tokens on a rank, D hidden, q, k and f the local widths of queries, keys and
-    feed-forward, h local heads, V local rows of the vocabulary, and u the part of the stream that
-    a rank keeps (1, or 1/tp with sequence parallelism), in elements:
-
-    - a block: 4uTD and 2uT of the two norms (input, normalised input, 1/rms), 2TD of the inputs of
-      its regions, (4q + h)T of the attention (keys and values are repeated for their queries), 4fT
-      of SwiGLU;
-    - with full checkpointing: uTD, its input;
-    - with selective checkpointing: that, the results of its matrix products, (q + 2k + 2f + 2D)T,
-      of attention, (q + h)T, and of the collectives, 2TD, or 2TD + 2uTD with sequence parallelism;
-    - the head: 2uTD and uT of the norm, TD, VT of the softmax, and 10 bytes a token of indices and
-      masks; the embedding, if it is cut: 9 bytes a token.
-
-    On CUDA, where the norm is one kernel, it keeps its input alone (not run).
+    Of one sequence of so many tokens, on a rank of ``tp``.
     """
-    d, head = config.hidden_size, config.head_size
-    h = config.num_attention_heads // tp
-    q, f, vocab = h * head, config.intermediate_size // tp, config.vocab_size // tp
-    k = (config.kv_heads // tp if config.kv_heads % tp == 0 else 1) * head
-    u = 1 / tp if sequence_parallel else 1
-    sent = 0 if tp == 1 else (2 + 2 * u if sequence_parallel else 2) * d
-    block = {
-        "none": 4 * u * d + 2 * u + 2 * d + 4 * q + h + 4 * f,
-        "full": u * d,
-        "selective": u * d + q + 2 * k + 2 * f + 2 * d + q + h + sent,
-    }[mode]
-    ends = 2 * u * d + u + d + vocab
-    masks = 10 + (9 if tp > 1 else 0)
-    return round(tokens * (FLOAT * (config.num_hidden_layers * block + ends) + masks))
+    layout = Layout(dp=1, tp=tp, batch_size=1, micro_batches=1)
+    options = Options(tokens, sequence_parallel, mode, dtype_bytes=FLOAT, cuda=False)
+    ends = embedding_bytes(layout, options) + head_bytes(config, layout, options)
+    blocks = config.num_hidden_layers * block_bytes(config, layout, options)
+    return ends + blocks + loss_bytes(config, layout, options)[0]
 
 
 def activations(config: LlamaConfig, layout: Layout, ranks: Ranks, seq_len: int, **options) -> int:

@@ -1,0 +1,1 @@
+"""Which layout to choose: what each holds, sends and takes, by formula. Torch-free."""

@@ -1,0 +1,299 @@
+"""Bytes that a rank holds, by formula. Torch-free.
+
+Symbols: T tokens of a micro-batch on a rank, D hidden, q, k and f the local widths of queries, keys
+and feed-forward, h local query heads, V local rows of the vocabulary, u the part of the stream that
+a rank keeps (1, or 1/tp with sequence parallelism), c bytes of the compute dtype, and s those of
+what is computed in float32 or better.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
+
+from models.config import LlamaConfig
+from parallel.layout import Layout
+from parallel.plan import _chunks, _fsdp_units
+from parallel.stages import Stage
+
+# Of one rank, in the order of a report.
+ITEMS = {
+    "parameters": "shards of the parameters",
+    "gradients": "shards of their gradients",
+    "optimizer": "AdamW's two moments",
+    "gathered": "parameters gathered to compute with",
+    "unsharded_gradients": "gradients before they are shared out",
+    "activations": "kept for the backward, of all micro-batches in flight",
+    "buffers": "where a pipeline receives, one per micro-batch and direction",
+    "loss": "logits and what the loss makes of them",
+    "working": "one block computed again, and its backward",
+}
+
+
+@dataclass(frozen=True)
+class Options:
+    """What decides about memory beside model and layout.
+
+    Attributes:
+        seq_len: tokens of a whole sequence.
+        dtype_bytes: of the compute dtype; parameters are stored in 4, or 8 with 8.
+        prefetch: blocks gathered ahead; None is FSDP2's own, at most one.
+        moment_bytes: of an element of one of AdamW's moments; 0 for SGD.
+        cuda: attention and norm are kernels of CUDA's; on a CPU they keep more.
+    """
+
+    seq_len: int
+    sequence_parallel: bool = False
+    activation_checkpoint: str = "none"
+    loss_chunks: int = 1
+    dtype_bytes: int = 2
+    prefetch: int | None = None
+    moment_bytes: int = 4
+    cpu_offload: bool = False
+    cuda: bool = True
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What another trainer does in another way, to compare published numbers; None is ours.
+
+    Attributes:
+        logit_bytes: largest bytes per local logit in the loss.
+        block_bytes: as :func:`block_bytes`, of its blocks.
+    """
+
+    logit_bytes: float | None = None
+    block_bytes: Callable[[LlamaConfig, Layout, Options], int] | None = None
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of the largest moment of a step on the ranks of a pipeline coordinate; see ITEMS.
+
+    ``gradients`` and all activations are counted together, though with one micro-batch the one come
+    as the others go. The loss is over when the backward of the blocks begins.
+    """
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    gathered: int
+    unsharded_gradients: int
+    activations: int
+    buffers: int
+    loss: int
+    working: int
+
+    @property
+    def total(self) -> int:
+        """The larger of loss and working set, and all the rest."""
+        both = (getattr(self, field.name) for field in fields(self))
+        return sum(both) - min(self.loss, self.working)
+
+
+def _units(model: LlamaConfig, layout: Layout, stages: Sequence[Stage]) -> dict[str, int]:
+    """Elements of a tp rank, with FSDP2's padding: of a block, embedding, and norm and head."""
+    units = {name: numel for name, numel, _ in _fsdp_units(model, layout)}
+    tied = units.pop("embedding, norm and head", None)
+    if tied is not None:
+        return {"block": units["block"], "embedding": 0, "head": tied}
+    units["embedding"] *= not stages or any(stage.first for stage in stages)
+    units["head"] *= not stages or any(stage.last for stage in stages)
+    return units
+
+
+def _blocks(model: LlamaConfig, stages: Sequence[Stage]) -> int:
+    return sum(len(stage.blocks) for stage in stages) or model.num_hidden_layers
+
+
+def stage_parameters(model: LlamaConfig, layout: Layout, stages: Sequence[Stage] = ()) -> int:
+    """Elements on the first tp rank that FSDP2 shares out, as it pads them to its shards.
+
+    Of the ranks that hold ``stages`` of a pipeline; without any, of the whole model. A table with
+    an uneven vocabulary counts with the rows of the first rank, and replicated keys and values with
+    all theirs.
+    """
+    units = _units(model, layout, stages)
+    return _blocks(model, stages) * units["block"] + units["embedding"] + units["head"]
+
+
+def shard_parameters(model: LlamaConfig, layout: Layout, stages: Sequence[Stage] = ()) -> int:
+    """Elements that a rank stores; exactly those of its parameters on the first dp rank.
+
+    Later ranks may have fewer rows of a parameter that does not divide, and as much memory.
+    """
+    return stage_parameters(model, layout, stages) // layout.shards
+
+
+def _widths(model: LlamaConfig, layout: Layout) -> tuple[int, int, int, int]:
+    """Local q, k, f and h."""
+    tp, head = layout.tp, model.head_size
+    kv = model.kv_heads // tp if model.kv_heads % tp == 0 else 1
+    h = model.num_attention_heads // tp
+    return h * head, kv * head, model.intermediate_size // tp, h
+
+
+def _tokens(layout: Layout, options: Options) -> tuple[int, int]:
+    """T and uT."""
+    tokens = layout.batch_size * options.seq_len // layout.cp
+    return tokens, tokens // (layout.tp if options.sequence_parallel else 1)
+
+
+def block_bytes(model: LlamaConfig, layout: Layout, options: Options) -> int:
+    """Bytes that the forward of a block leaves for its backward, per micro-batch.
+
+    - none: input and inverse root of the two norms, c 2uTD + s 2uT; the inputs of the two regions,
+      c 2TD; queries, keys, values, result and log-sum-exp of attention, c (2q + 2k)T + s hT; and
+      c 4fT of SwiGLU. Context parallelism keeps the keys and values of the whole sequence, and the
+      result twice: once in parts.
+    - full: the input, c uTD.
+    - selective: that, the results of the matrix products, c (q + 2k + 2f + 2D)T, of attention,
+      c qT + s hT, and of the collectives: c 2TD, or c (2TD + 2uTD) with sequence parallelism, and
+      the gathered keys and values.
+
+    On a CPU a norm keeps its input and the normalised one in s. There attention repeats keys and
+    values for their queries; or, with context parallelism, keeps a mask for its later queries (of
+    the first rank). Equal to what is measured there (tests); on CUDA, where a norm is one kernel,
+    not run. A compiled block keeps no more.
+    """
+    c, s, d, cp = options.dtype_bytes, max(4, options.dtype_bytes), model.hidden_size, layout.cp
+    (tokens, stream), (q, k, f, h) = _tokens(layout, options), _widths(model, layout)
+    if options.activation_checkpoint == "full":
+        return c * stream * d
+    if options.activation_checkpoint == "selective":
+        kept = c * stream * d + c * tokens * (q + 2 * k + 2 * f + 2 * d + q) + s * h * tokens
+        if layout.tp > 1:
+            kept += c * d * (2 * tokens + (2 * stream if options.sequence_parallel else 0))
+        return kept + (c * 2 * k * cp * tokens if cp > 1 else 0)
+    norms = 2 * s * stream + (2 * c * stream * d if options.cuda else 4 * s * stream * d)
+    keys = q if cp == 1 and not options.cuda else k * cp
+    attention = c * tokens * ((1 if cp == 1 else 2) * q + q + 2 * keys) + s * h * tokens
+    if cp > 1 and not options.cuda:
+        attention += c * options.seq_len * options.seq_len // (2 * cp)
+    return norms + 2 * c * tokens * d + attention + 4 * c * tokens * f
+
+
+def embedding_bytes(layout: Layout, options: Options) -> int:
+    """Bytes that an embedding keeps per micro-batch: row and mask of each token, where it is cut.
+
+    Its result is the input of the first block.
+    """
+    return 9 * _tokens(layout, options)[0] if layout.tp > 1 else 0
+
+
+def head_bytes(model: LlamaConfig, layout: Layout, options: Options) -> int:
+    """Bytes that the last norm and the head keep per micro-batch, without the loss.
+
+    With a loss in chunks the gradient of the head's input takes its place.
+    """
+    c, s, d = options.dtype_bytes, max(4, options.dtype_bytes), model.hidden_size
+    tokens, stream = _tokens(layout, options)
+    norm = s * stream + (c * stream * d if options.cuda else 2 * s * stream * d)
+    return norm + c * tokens * d
+
+
+def loss_bytes(model: LlamaConfig, layout: Layout, options: Options) -> tuple[int, int]:
+    """Bytes that the loss keeps for its backward, and its largest, per micro-batch.
+
+    Whole, it keeps the softmax in s, and 10 bytes a token of rows and masks; at its largest the
+    backward has made of it the gradient of the logits, in s and in c. In chunks it keeps the
+    gradient of the weight in c; at its largest it holds that in s, and of a chunk the logits, the
+    softmax and its gradient in s and c, and the gradient of the chunk before; or, where chunks are
+    small, what a chunk adds to the gradient of the weight. After either the gradient of the head is
+    whole in c and in float32, as it is reduced.
+    """
+    c, s, d = options.dtype_bytes, max(4, options.dtype_bytes), model.hidden_size
+    tokens, rows = _tokens(layout, options)[0], -(-model.vocab_size // layout.tp)
+    table, again = rows * d, c if c < s else 0
+    if options.loss_chunks == 1:
+        kept = (s * rows + 10) * tokens
+        return kept, max(kept + (s + again) * rows * tokens, (c + s) * table)
+    length = _chunks(options.seq_len // layout.cp, options.loss_chunks)[0] * layout.batch_size
+    logits, adding = (2 * c + 2 * s + again) * rows * length, c * (table + 2 * rows * length)
+    return c * table, max(s * table + c * d * tokens + max(logits, adding), (c + s) * table)
+
+
+def working_bytes(model: LlamaConfig, layout: Layout, options: Options) -> int:
+    """Bytes of a block's backward beside what its forward kept: what is computed again, and the
+    gradients of three tensors of the feed-forward and two of the stream at a time."""
+    tokens, f = _tokens(layout, options)[0], _widths(model, layout)[2]
+    whole = block_bytes(model, layout, replace(options, activation_checkpoint="none"))
+    again = max(0, whole - block_bytes(model, layout, options))
+    return again + options.dtype_bytes * tokens * (3 * f + 2 * model.hidden_size)
+
+
+def in_flight(schedule: str, pp: int, pp_rank: int, micro_batches: int) -> tuple[int, ...]:
+    """Micro-batches whose activations a rank holds at its largest moment, for each of its stages.
+
+    Of torch's schedules; GPipe runs all forwards first (Huang et al. 2019), 1F1B as many as stages
+    follow (Narayanan et al. 2019), the interleaved one a round more (2021); the V-shaped ones hold
+    a stage until the gradients of its weights are made (Qi et al. 2024).
+    """
+    behind = pp - pp_rank
+    if schedule == "gpipe":
+        return (micro_batches,)
+    if schedule == "1f1b":
+        return (min(micro_batches, behind),)
+    if schedule == "interleaved":
+        first = min(micro_batches, max(pp, 2 * behind - 1))
+        return first, min(micro_batches, pp + 2 * behind - 1 - first)
+    return (pp + behind - 1 + (schedule == "dualpipev"), pp_rank + 1)
+
+
+def memory(
+    model: LlamaConfig,
+    layout: Layout,
+    options: Options,
+    stages: Sequence[Stage] = (),
+    facts: Facts = Facts(),
+) -> Memory:
+    """What the ranks that hold ``stages`` hold at most; without any, those of the whole model.
+
+    FSDP2 (``parallel/data_parallel.py``): ZeRO-3 gathers the block that computes and the next, and
+    keeps the head; ZeRO-2 keeps all blocks gathered, too, and ZeRO-1 and 0 also the embedding, and
+    whole gradients in float32. Torch's pipeline holds a buffer per micro-batch for what each end
+    receives (``torch/distributed/pipelining/stage.py``).
+    """
+    c, s, zero = options.dtype_bytes, max(4, options.dtype_bytes), layout.zero
+    units, blocks = _units(model, layout, stages), _blocks(model, stages)
+    whole = blocks * units["block"] + units["embedding"] + units["head"]
+    shard = whole // layout.shards
+    ahead = 1 if options.prefetch is None else options.prefetch
+    gathered = {3: min(blocks, 1 + ahead) * units["block"] + units["head"]}
+    gathered |= {2: whole - units["embedding"], 1: whole, 0: whole}
+    block, loss, buffers = _activations(model, layout, options, stages, facts)
+    stored = 0 if options.cpu_offload else s * shard
+    return Memory(
+        parameters=stored,
+        gradients=stored if zero >= 2 else 0,
+        optimizer=0 if options.cpu_offload else 2 * options.moment_bytes * shard,
+        gathered=c * gathered[zero],
+        unsharded_gradients=(c + s) * units["block"] if zero >= 2 else s * (whole + units["block"]),
+        activations=block,
+        buffers=buffers,
+        loss=loss,
+        working=working_bytes(model, layout, options),
+    )
+
+
+def _activations(model, layout, options, stages, facts) -> tuple[int, int, int]:
+    """Bytes of activations, loss and buffers."""
+    block = (facts.block_bytes or block_bytes)(model, layout, options)
+    kept, largest = loss_bytes(model, layout, options)
+    tokens, stream = _tokens(layout, options)
+    if facts.logit_bytes:
+        kept = 4 * tokens * model.vocab_size // layout.tp
+        largest = round(facts.logit_bytes * tokens * model.vocab_size / layout.tp)
+    head = head_bytes(model, layout, options)
+    embedding, boundary = embedding_bytes(layout, options), options.dtype_bytes * stream
+    boundary *= model.hidden_size
+    if not stages:
+        return embedding + model.num_hidden_layers * block + head, largest, 0
+    flights = in_flight(layout.pp_schedule, layout.pp, stages[0].pp_rank, layout.micro_batches)
+    activations = loss = buffers = 0
+    for stage, flight in zip(stages, flights, strict=True):
+        activations += flight * (len(stage.blocks) * block + stage.first * embedding)
+        # What it hands on stays until the backward, and what it has received is its first input.
+        activations += flight * (head if stage.last else boundary)
+        loss += (flight - 1) * kept + largest if stage.last else 0
+        buffers += boundary * (layout.micro_batches - flight) * (not stage.first)
+        buffers += boundary * layout.micro_batches * (not stage.last)
+    return activations, loss, buffers
