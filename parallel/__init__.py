@@ -1,7 +1,7 @@
 """How one model is laid out over many devices.
 
-``parallel.layout`` is torch-free and imported before anything heavy, so this file imports torch
-only inside its function.
+``layout``, ``stages`` and ``plan`` are torch-free, and imported where nothing heavy is, so this
+file imports torch only inside its function.
 """
 
 from collections.abc import Sequence

@@ -1,19 +1,24 @@
-"""What a layout holds and sends: placements and bytes of every parameter, collectives per step."""
+"""What a layout holds and sends: placements and bytes of every parameter, collectives per step.
+
+Torch-free, but for what looks at a model.
+"""
 
 import collections
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-
-import torch
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.placement_types import Placement
+from typing import TYPE_CHECKING
 
 from models.config import LlamaConfig
-from models.llama import Llama
-from parallel.grad_compression import SENT_AS
 from parallel.layout import POWERSGD_RANK, Layout, powersgd_compresses
 from parallel.stages import Stage, bubble_fraction
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor.placement_types import Placement
+
+    from models.llama import Llama
+
+DTYPE_BYTES = {"bfloat16": 2, "float32": 4, "float64": 8}
 
 
 @dataclass(frozen=True)
@@ -51,13 +56,15 @@ class Collective:
     units: int
 
 
-def _short(placement: Placement) -> str:
+def _short(placement: "Placement") -> str:
     # FSDP2's _StridedShard cuts the dim that tp has cut first; for a reader it is a shard too.
     return "R" if placement.is_replicate() else f"S({placement.dim})"
 
 
-def parameter_rows(model: Llama) -> list[ParameterRow]:
+def parameter_rows(model: "Llama") -> list[ParameterRow]:
     """Every parameter of a model that is laid out, in order, as this rank holds it."""
+    from torch.distributed.tensor import DTensor
+
     rows = []
     for name, p in model.named_parameters():
         local = p.to_local() if isinstance(p, DTensor) else p
@@ -81,7 +88,7 @@ def collectives(
     stages: Sequence[Stage] = (),
     seq_len: int,
     sequence_parallel: bool,
-    dtype: torch.dtype,
+    dtype: str,
     activation_checkpoint: str = "none",
     compile: bool = False,
     loss_chunks: int = 1,
@@ -89,19 +96,20 @@ def collectives(
 ) -> list[Collective]:
     """The collectives of one optimizer step, as :func:`parallel.parallelize` arranges them.
 
-    With ``stages``, those of a rank that holds these stages of a pipeline.
+    With ``stages``, those of a rank that holds these stages of a pipeline. ``dtype`` is the compute
+    dtype by name, as in the config.
 
     With ``grad_compression`` a row stands for all buckets of gradients together; PowerSGD's first
     steps send them whole. Left out: one all-reduce of two numbers over all ranks (loss and
     gradient norm), and one of a small CPU vector (target tokens, stop requested).
     """
-    m, size = layout.micro_batches, torch.finfo(dtype).bits // 8
+    m, size = layout.micro_batches, DTYPE_BYTES[dtype]
     # Reductions of gradients a step: ZeRO-1 and 0 first sum over the micro-batches.
     times = m if layout.zero >= 2 else 1
     local_len = seq_len // layout.cp
     tokens = layout.batch_size * local_len
     stream = tokens * model.hidden_size * size  # [B, S / cp, D]
-    reduced = 8 if dtype == torch.float64 else 4  # gradients, and the numbers of the loss
+    reduced = max(size, 4)  # gradients, and the numbers of the loss
     found = []
 
     blocks = sum(len(stage.blocks) for stage in stages) or model.num_hidden_layers
@@ -129,9 +137,9 @@ def collectives(
         add("block", "cp", "all_gather", "keys and values", gathers, both)
         add("block", "cp", "reduce_scatter", "gradients of keys and values", 1, both)
     if grad_compression != "none" and layout.world_size > 1:
+        each = reduced if grad_compression == "powersgd" else 2
         for why, numel in _compressed(model, grad_compression):
-            bits = torch.finfo(SENT_AS[why][0]).bits if why in SENT_AS else 8 * reduced
-            add("all", "dp", "all_reduce", f"gradients: {why}", 1, numel * bits // 8, 1)
+            add("all", "dp", "all_reduce", f"gradients: {why}", 1, numel * each, 1)
         return found
     dp, replicas = layout.shards, layout.mesh_dims.get("dp_replicate", 1)
     name = "dp x cp" if layout.cp > 1 else "dp"
@@ -207,7 +215,7 @@ def _chunks(length: int, count: int) -> list[int]:
 
 def _compressed(model: LlamaConfig, compression: str) -> list[tuple[str, int]]:
     """(what is sent of all gradients, its elements), summed over the buckets."""
-    if compression in SENT_AS:
+    if compression != "powersgd":
         return [(compression, model.num_parameters)]
     shapes = model.parameter_shapes.values()
     factored = [shape for shape in shapes if powersgd_compresses(shape)]

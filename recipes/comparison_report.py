@@ -13,10 +13,10 @@ import sys
 import tomllib
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, TextIO
 
 from parallel.layout import Layout, LayoutError, make_layout, parse_layout
+from parallel.plan import collectives
 from training.checks import identity
 from training.config import Config, ConfigError, flag
 from training.run_dir import RunDir
@@ -113,13 +113,7 @@ def bytes_per_step(run: Run) -> int:
 
     In a pipeline, those of the rank with most.
     """
-    import torch
-
-    from parallel.plan import collectives
-    from training.start import parallel_options
-
-    device = torch.device("cpu" if run.start.get("device", "cpu") == "cpu" else "cuda")
-    options = parallel_options(run.config, SimpleNamespace(tp=run.layout.tp, device=device))
+    options = run.config.plan_options(cuda=run.start.get("device", "cpu") != "cpu")
     model, seq_len = run.config.model, run.config.step.seq_len
     totals = []
     for pp_rank in range(run.layout.pp):

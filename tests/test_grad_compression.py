@@ -228,7 +228,7 @@ def count_step(compression: str, fields: dict):
     planned = collections.Counter({("all_reduce", 16): 1})
     for row in collectives(
         model.config, make_layout(1, zero=0, micro_batches=2), seq_len=SEQ_LEN,
-        sequence_parallel=False, dtype=torch.float32, grad_compression=compression,
+        sequence_parallel=False, dtype="float32", grad_compression=compression,
     ):  # fmt: skip
         planned[row.kind, row.bytes] += row.count
     return found, planned, 4 * model.config.num_parameters

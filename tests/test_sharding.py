@@ -112,7 +112,7 @@ def count_step(
     planned = collections.Counter({("all_reduce", 16): 1})  # loss and squared gradient norm
     for row in collectives(
         model.config, layout, stages=stages, seq_len=SEQ_LEN, sequence_parallel=sp,
-        dtype=getattr(torch, dtype), **memory,
+        dtype=dtype, **memory,
     ):  # fmt: skip
         blocks = len(model.model.layers) if row.unit == "block" else 1
         planned[row.kind, row.bytes] += row.count * blocks
@@ -190,7 +190,7 @@ def test_the_plan_is_the_least_that_can_be_sent(name, mode):
     )
     for row in collectives(
         config.model, layout, stages=layout.rank_stages(config.model, config.step.seq_len, 0),
-        seq_len=config.step.seq_len, dtype=torch.float32,
+        seq_len=config.step.seq_len, dtype="float32",
         sequence_parallel=mode == "on" and layout.tp > 1,
     ):  # fmt: skip
         planned[row.dim, row.kind, "count"] += row.count * row.units

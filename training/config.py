@@ -329,6 +329,19 @@ class Config(Section):
         """The run directory."""
         return self.run.run_dir or Path("runs") / Path(self.recipe).stem
 
+    def plan_options(self, *, cuda: bool) -> dict:
+        """What decides about collectives, as options of :func:`parallel.plan.collectives`.
+
+        Resolves ``--sequence-parallel auto``, with the devices of the run.
+        """
+        tp, setting = self.layout.tp, self.layout.sequence_parallel
+        auto = cuda and self.step.seq_len // self.layout.cp % tp == 0
+        return {
+            "sequence_parallel": tp > 1 and (setting == "on" or (setting == "auto" and auto)),
+            "dtype": self.step.dtype,
+            **self.memory.model_dump(exclude={"cpu_offload", "prefetch"}),
+        }
+
 
 def flag(*location: str | int) -> str:
     """The command-line flag of a field, from its place in the schema."""

@@ -278,14 +278,9 @@ def make_pipeline(
 
 
 def parallel_options(config: Config, ranks: Ranks) -> dict:
-    """What decides about collectives; resolves ``--sequence-parallel auto``."""
-    tp, setting = ranks.tp, config.layout.sequence_parallel
-    auto = ranks.device.type == "cuda" and config.step.seq_len // config.layout.cp % tp == 0
-    return {
-        "sequence_parallel": tp > 1 and (setting == "on" or (setting == "auto" and auto)),
-        "dtype": getattr(torch, config.step.dtype),
-        **config.memory.model_dump(exclude={"cpu_offload", "prefetch"}),
-    }
+    """The config's, as options of :func:`parallel.parallelize`."""
+    options = config.plan_options(cuda=ranks.device.type == "cuda")
+    return options | {"dtype": getattr(torch, config.step.dtype)}
 
 
 def print_plan(config: Config, layout: Layout, launch: Launch) -> None:
@@ -302,12 +297,13 @@ def print_plan(config: Config, layout: Layout, launch: Launch) -> None:
             resolve_vocabulary(config, layout, load_tokenizer(config.data.tokenizer))
     dist.init_process_group("fake", rank=0, world_size=layout.world_size, store=FakeStore())
     ranks = Ranks(launch, torch.device("cpu"), make_mesh("cpu", layout), None, None)
-    options, seq_len = parallel_options(config, ranks), config.step.seq_len
+    options, seq_len = config.plan_options(cuda=False), config.step.seq_len
     with torch.device("meta"):
         model = Llama(config.model).to(parameter_dtype(config))
     shown = sorted({0, min(1, layout.pp - 1), layout.pp - 1})
     stages = {i: layout.rank_stages(config.model, seq_len, i) for i in shown}
-    parallelize(model, ranks.mesh, zero=layout.zero, stages=stages[0], **options)
+    laid_out = parallel_options(config, ranks)
+    parallelize(model, ranks.mesh, zero=layout.zero, stages=stages[0], **laid_out)
     sent = {
         i: collectives(config.model, layout, stages=stages[i], seq_len=seq_len, **options)
         for i in shown
