@@ -68,8 +68,9 @@ class Facts:
 class Memory:
     """Bytes of the largest moment of a step on the ranks of a pipeline coordinate; see ITEMS.
 
-    ``gradients`` and all activations are counted together, though with one micro-batch the one come
-    as the others go. The loss is over when the backward of the blocks begins.
+    ``gradients``, whole ones and all activations are counted together, though the one come as the
+    others go: they are made on another stream, and CUDA's caching allocator gives no stream what
+    another has freed. The loss is over when the backward of the blocks begins.
     """
 
     parameters: int
@@ -263,7 +264,7 @@ def memory(
     stored = 0 if options.cpu_offload else s * shard
     return Memory(
         parameters=stored,
-        gradients=stored if zero >= 2 else 0,
+        gradients=stored,
         optimizer=0 if options.cpu_offload else 2 * options.moment_bytes * shard,
         gathered=c * gathered[zero],
         unsharded_gradients=(c + s) * units["block"] if zero >= 2 else s * (whole + units["block"]),
