@@ -142,31 +142,31 @@ def block_bytes(model: LlamaConfig, layout: Layout, options: Options) -> int:
     """Bytes that the forward of a block leaves for its backward, per micro-batch.
 
     - none: input and inverse root of the two norms, c 2uTD + s 2uT; the inputs of the two regions,
-      c 2TD; queries, keys, values, result and log-sum-exp of attention, c (2q + 2k)T + s hT; and
-      c 4fT of SwiGLU. Context parallelism keeps the keys and values of the whole sequence, and the
-      result twice: once in parts.
+      c 2TD; queries, keys, values and log-sum-exp of attention, c (q + 2k)T + s hT, and twice its
+      result, by heads and by tokens, c 2qT; and c 4fT of SwiGLU. Context parallelism keeps the keys
+      and values of the whole sequence.
     - full: the input, c uTD.
     - selective: that, the results of the matrix products, c (q + 2k + 2f + 2D)T, of attention,
       c qT + s hT, and of the collectives: c 2TD, or c (2TD + 2uTD) with sequence parallelism, and
       the gathered keys and values.
 
-    On a CPU a norm keeps its input and the normalised one in s. There attention repeats keys and
-    values for their queries; or, with context parallelism, keeps a mask for its later queries (of
-    the first rank). Equal to what is measured there (tests); on CUDA, where a norm is one kernel,
-    not run. A compiled block keeps no more.
+    On a CPU a norm keeps its input and the normalised one in s, and attention with context
+    parallelism a mask for its later queries (of the first rank); on CUDA each attention keeps 24
+    bytes of a random state. Equal to what is measured on a CPU, and on fake tensors with the
+    operations of CUDA (tests); not run there. A compiled block keeps no more.
     """
     c, s, d, cp = options.dtype_bytes, max(4, options.dtype_bytes), model.hidden_size, layout.cp
     (tokens, stream), (q, k, f, h) = _tokens(layout, options), _widths(model, layout)
     if options.activation_checkpoint == "full":
         return c * stream * d
+    random_state = 24 * (1 if cp == 1 else 2) if options.cuda else 0
     if options.activation_checkpoint == "selective":
-        kept = c * stream * d + c * tokens * (q + 2 * k + 2 * f + 2 * d + q) + s * h * tokens
+        kept = random_state + c * stream * d + c * tokens * (q + 2 * k + 2 * f + 2 * d + q) + s * h * tokens
         if layout.tp > 1:
             kept += c * d * (2 * tokens + (2 * stream if options.sequence_parallel else 0))
         return kept + (c * 2 * k * cp * tokens if cp > 1 else 0)
     norms = 2 * s * stream + (2 * c * stream * d if options.cuda else 4 * s * stream * d)
-    keys = q if cp == 1 and not options.cuda else k * cp
-    attention = c * tokens * ((1 if cp == 1 else 2) * q + q + 2 * keys) + s * h * tokens
+    attention = c * tokens * (3 * q + 2 * k * cp) + s * h * tokens + random_state
     if cp > 1 and not options.cuda:
         attention += c * options.seq_len * options.seq_len // (2 * cp)
     return norms + 2 * c * tokens * d + attention + 4 * c * tokens * f
