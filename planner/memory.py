@@ -37,6 +37,7 @@ class Options:
         dtype_bytes: of the compute dtype; parameters are stored in 4, or 8 with 8.
         prefetch: blocks gathered ahead; None is FSDP2's own, at most one.
         moment_bytes: of an element of one of AdamW's moments; 0 for SGD.
+        compile: blocks are compiled; what they then keep less is not counted on.
         cuda: attention and norm are kernels of CUDA's; on a CPU they keep more.
     """
 
@@ -48,20 +49,29 @@ class Options:
     prefetch: int | None = None
     moment_bytes: int = 4
     cpu_offload: bool = False
+    compile: bool = False
     cuda: bool = True
 
 
 @dataclass(frozen=True)
 class Facts:
-    """What another trainer does in another way, to compare published numbers; None is ours.
+    """What another trainer does in another way, to compare published numbers; ours by default.
 
     Attributes:
         logit_bytes: largest bytes per local logit in the loss.
         block_bytes: as :func:`block_bytes`, of its blocks.
+        stream_bytes: what norms and residual stream of a block read and write per element and
+            forward, in 16 bits.
+        bubble: part of a step in which pipeline ranks wait.
     """
 
     logit_bytes: float | None = None
     block_bytes: Callable[[LlamaConfig, Layout, Options], int] | None = None
+    stream_bytes: int = 28
+    bubble: float | None = None
+
+
+OURS = Facts()
 
 
 @dataclass(frozen=True)
@@ -244,7 +254,7 @@ def memory(
     layout: Layout,
     options: Options,
     stages: Sequence[Stage] = (),
-    facts: Facts = Facts(),
+    facts: Facts = OURS,
 ) -> Memory:
     """What the ranks that hold ``stages`` hold at most; without any, those of the whole model.
 

@@ -1,0 +1,140 @@
+"""What a machine can do: the table of GPUs, and the constants that a calibration replaces."""
+
+import json
+import math
+import tomllib
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+
+from training.config import ConfigError
+
+TABLE = Path(__file__).with_name("gpus.toml")
+
+
+@dataclass(frozen=True)
+class Constants:
+    """What of a table's numbers is reached; a calibration fits these and nothing else.
+
+    Attributes:
+        matmul: part of the best matrix product.
+        half: of the table's size of a matrix product that reaches half of that, as a factor.
+        attention: part of the best matrix product, on causal FLOPs; published kernels reach 0.3 to
+            0.7.
+        hbm: part of the memory's bandwidth, in what is elementwise.
+        link, nic: parts of the bandwidths within a node and between nodes.
+        latency: seconds of a collective within a node; between nodes two for each root of them.
+        host: seconds in which the host queues forward and backward of a block without compilation;
+            a compiled one is taken as a ninth. Of eager PyTorch on H100 hosts, published.
+        overlap: part of the computing under which FSDP's transfers hide.
+        fixed: seconds of a step beside all that: clipping, logging.
+    """
+
+    matmul: float = 1.0
+    half: float = 1.0
+    attention: float = 0.5
+    hbm: float = 0.8
+    link: float = 0.8
+    nic: float = 0.75
+    latency: float = 15e-6
+    host: float = 4.4e-3
+    overlap: float = 0.75
+    fixed: float = 15e-3
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A GPU, its node and network, as ``planner/gpus.toml`` describes them.
+
+    Attributes:
+        source: where the constants come from; None is the table.
+        compiled: whether they were measured with compiled blocks; None where it is not known.
+    """
+
+    name: str
+    usable_gib: float
+    peak_tflops: float
+    matmul_tflops: float
+    half_gflop: float
+    hbm_tbs: float
+    link_gbs: float
+    peer_gbs: float
+    nic_gbs: float
+    node: int
+    constants: Constants = Constants()
+    source: str | None = None
+    compiled: bool | None = None
+
+    def product_seconds(self, flops: float, times: int = 1) -> float:
+        """Of ``times`` matrix products of so many FLOPs each."""
+        rate = self.constants.matmul * self.matmul_tflops * 1e12
+        return times * (flops + self.constants.half * self.half_gflop * 1e9) / rate
+
+    def attention_seconds(self, flops: float) -> float:
+        """Of the products of attention, whose FLOPs are those of the causal half."""
+        return flops / (self.constants.attention * self.matmul_tflops * 1e12)
+
+    def memory_seconds(self, size: float) -> float:
+        """To read or write so many bytes of memory."""
+        return size / (self.constants.hbm * self.hbm_tbs * 1e12)
+
+    def collective_seconds(self, size: float, ranks: int, stride: int, kind: str) -> float:
+        """Of a collective over ``ranks`` that are ``stride`` apart; ``size`` bytes are the whole.
+
+        Ring algorithms: every rank sends (n - 1) / n of the whole, an all-reduce twice that. Ranks
+        of a group that share a node each drive a NIC of their own.
+        """
+        if ranks == 1:
+            return 0.0
+        c = self.constants
+        here = min(ranks, max(1, self.node // stride))
+        speed = c.link * min(self.link_gbs, self.peer_gbs * (here - 1)) if here > 1 else math.inf
+        latency, nodes = c.latency, -(-ranks // here)
+        if nodes > 1:
+            speed = min(speed, here * c.nic * self.nic_gbs)
+            latency += 2 * c.latency * math.sqrt(nodes)
+        part = 1.0 if kind in ("send", "recv") else (ranks - 1) / ranks
+        return (2 if kind == "all_reduce" else 1) * (part * size / (speed * 1e9) + latency)
+
+
+def known_gpus() -> list[str]:
+    """The names in the table."""
+    return list(tomllib.loads(TABLE.read_text()))
+
+
+def load_machine(gpu: str, calibration: Path | None = None, **changes: float) -> Machine:
+    """A GPU of the table, with the constants of a calibration file if one is given.
+
+    Args:
+        changes: fields that are not as in the table, such as ``nic_gbs``.
+
+    Raises:
+        ConfigError: if there is no such GPU, or the file cannot be read or is of another one.
+    """
+    table = tomllib.loads(TABLE.read_text())
+    if calibration:
+        return replace(_read_calibration(calibration, gpu), **changes)
+    if gpu not in table:
+        raise ConfigError(f"--gpu {gpu}: not in the table; known: {', '.join(table)}")
+    return Machine(name=gpu, **{**table[gpu], **changes})
+
+
+def _read_calibration(file: Path, gpu: str) -> Machine:
+    try:
+        found = json.loads(file.read_text())
+        constants = Constants(**found.pop("constants"))
+        known = {field.name for field in fields(Machine)}
+        machine = Machine(**{k: v for k, v in found.items() if k in known}, constants=constants)
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise ConfigError(
+            f"--calibration {file}: cannot be read ({error}): measure it anew"
+        ) from None
+    if gpu and machine.name != gpu:
+        raise ConfigError(
+            f"--calibration {file} is of {machine.name}, and --gpu is {gpu}: leave out one of them"
+        )
+    return machine
+
+
+def write_calibration(file: Path, machine: Machine, **about) -> None:
+    """Write a machine, and what is said ``about`` its measurement, for :func:`load_machine`."""
+    file.write_text(json.dumps({**asdict(machine), **about}, indent=1) + "\n")
