@@ -13,72 +13,25 @@ import collections
 import math
 import sys
 
-import torch
-import torch.distributed as dist
-from torch.utils._python_dispatch import TorchDispatchMode
-
 from benchmarks.ranks import Training, run_ranks, write_json
 from parallel.layout import Launch, layout_flags, parse_layout
+from planner.measure import CountCollectives
 from training.command_line import Parser
 
 MODEL = """
     --hidden-size 256 --intermediate-size 704 --num-hidden-layers 4 --num-attention-heads 8
     --num-key-value-heads 8 --vocab-size 512 --seq-len 256 --global-batch-size 32 --batch-size 4
 """.split()  # noqa: SIM905
-KINDS = {
-    "allgather": "all_gather", "all_gather": "all_gather", "reduce_scatter": "reduce_scatter",
-    "allreduce": "all_reduce", "all_reduce": "all_reduce", "send": "send", "recv": "recv",
-}  # fmt: skip
 FLOAT, DOUBLE = 4, 8
-
-
-class CountCollectives(TorchDispatchMode):
-    """Counts collectives: ``found[group name, kind, bytes of the whole tensor]``."""
-
-    def __init__(self):
-        super().__init__()
-        self.found = collections.Counter()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        space, _, name = func._schema.name.partition("::")
-        if space in ("c10d", "_c10d_functional"):
-            kind = next((v for k, v in KINDS.items() if k in name), None)
-            if kind:
-                leaves = torch.utils._pytree.tree_leaves((args, out))
-                tensors = [t for t in leaves if isinstance(t, torch.Tensor)]
-                size = max(t.numel() * t.element_size() for t in tensors)
-                self.found[_group(func, args), kind, size] += 1
-        return out
-
-
-def _group(func, args: tuple) -> str:
-    for value, argument in zip(args, func._schema.arguments, strict=False):
-        if argument.name == "group_name":
-            return value
-        if argument.name == "process_group":
-            return dist.ProcessGroup.unbox(value).group_name
-    raise ValueError(f"{func} names no group")
 
 
 def count(launch: Launch, flags: list[str]) -> list:
     """(mesh dim, kind, bytes, count) of a step on this rank."""
     training = Training(launch, flags)
-    mesh = training.ranks.mesh
-    names = {mesh.get_group(dim).group_name: dim for dim in mesh.mesh_dim_names}
-    world = dist.group.WORLD.group_name
     training.step()
     with CountCollectives() as counter:
         training.step()
-
-    def dim(group: str, kind: str, size: int) -> str:
-        # A dim over all ranks has no group of its own: what is sent tells the two apart.
-        if group == world and (kind, size) == ("all_reduce", 2 * DOUBLE):
-            return "all"
-        # Only the flattened dim of FSDP is none of the mesh.
-        return names.get(group, "dp x cp")
-
-    return [(dim(*key), *key[1:], n) for key, n in counter.found.items()]
+    return [(*key, n) for key, n in counter.by_dim(training.ranks.mesh).items()]
 
 
 def minimum(training_flags: list[str], sizes: dict[str, int]) -> collections.Counter:

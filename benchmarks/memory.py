@@ -9,22 +9,21 @@ micro-batches; activations do not depend on dp, and are those of one process for
 
 import math
 import sys
-import weakref
+import time
 from unittest import mock
 
 import torch
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.ranks import run_ranks, write_json
 from models.config import LlamaConfig
 from models.initialization import init_weights
 from models.llama import Llama
 from parallel import parallelize
-from parallel.data_parallel import fsdp_units
 from parallel.layout import Launch, Layout, make_layout
 from parallel.mesh import Ranks, init_ranks
 from parallel.plan import columns
+from planner.measure import LiveBytes, gathered_parameters, held
 from planner.memory import Options, block_bytes, embedding_bytes, head_bytes, loss_bytes
 from training.command_line import load_recipe
 from training.config import OptimizerSection
@@ -67,28 +66,10 @@ def formula(config: LlamaConfig, zero: int, n: int) -> dict[str, tuple[int, int,
     return {WHEN[0]: (*between, 2 * part), WHEN[1]: (*peak, 2 * part)}
 
 
-def _bytes(tensor: torch.Tensor) -> int:
-    local = getattr(tensor, "_local_tensor", tensor)
-    return local.numel() * local.element_size()
-
-
-def held(model: Llama, optimizer: ShardedOptimizer) -> tuple[int, int, int]:
-    """Bytes of parameters, gradients and optimizer state that this rank holds now."""
-    parameters = gradients = 0
-    groups = (unit._get_fsdp_state()._fsdp_param_group for unit in fsdp_units(model))
-    for group in dict.fromkeys(filter(None, groups)):  # norm and head are one
-        for p in group.fsdp_params:
-            parameters += _bytes(p.sharded_param)
-            parameters += sum(t.untyped_storage().nbytes() for t in p.all_gather_outputs)
-            whole = getattr(p, "_unsharded_param", None)
-            grads = [
-                p.sharded_param.grad,
-                p.unsharded_accumulated_grad,
-                getattr(whole, "grad", None),
-            ]
-            gradients += sum(_bytes(grad) for grad in grads if grad is not None)
-    states = [t for t in optimizer.named_state().values() if t.ndim]
-    return parameters, gradients, sum(map(_bytes, states))
+def _held(model: Llama, optimizer: ShardedOptimizer) -> tuple[int, int, int]:
+    """Bytes of parameters, gradients and optimizer state, in parts and whole, held now."""
+    now = held(model, optimizer)
+    return now.parameters + now.gathered, now.gradients + now.whole_gradients, now.optimizer
 
 
 class _Watched(list):
@@ -117,12 +98,12 @@ def measure(config: LlamaConfig, layout: Layout, ranks: Ranks, seq_len: int) -> 
     found, moments = {}, []
     tokens = torch.randint(0, config.vocab_size, (layout.batch_size, seq_len + 1))
     pair = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
-    batch = _Watched([pair] * 2, lambda: found.update({WHEN[0]: held(model, optimizer)}))
+    batch = _Watched([pair] * 2, lambda: found.update({WHEN[0]: _held(model, optimizer)}))
     real = FSDPParamGroup.post_backward
 
     def sampled(group, *args, **kwargs):
         # The gradients of a unit are whole, and its parameters still gathered.
-        moments.append(held(model, optimizer))
+        moments.append(_held(model, optimizer))
         return real(group, *args, **kwargs)
 
     with mock.patch.object(FSDPParamGroup, "post_backward", sampled):
@@ -156,40 +137,11 @@ def activations(config: LlamaConfig, layout: Layout, ranks: Ranks, seq_len: int,
         batch_loss(model, tokens, tokens, ranks).backward()
     with LiveBytes() as live:
         loss = batch_loss(model, tokens, tokens, ranks)
-        kept = live.now
+        time.sleep(0.1)  # a thread of gloo lets go of what it has summed after the wait for it
+        # FSDP2 makes a copy of the parameters on one dp rank, too.
+        kept = live.now_without([*gathered_parameters(model), loss])
     loss.backward()
-    # FSDP2's copy of the parameters, which it makes on one dp rank too, is no activation.
-    return kept - sum(map(_bytes, model.parameters()))
-
-
-class LiveBytes(TorchDispatchMode):
-    """Bytes of all storages that were made under it and are still alive; and their largest."""
-
-    def __init__(self):
-        super().__init__()
-        self.now = self.peak = self.largest_vocabulary = 0
-        self._seen = set()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        for t in torch.utils._pytree.tree_leaves(out):
-            if isinstance(t, torch.Tensor) and type(t) is torch.Tensor:
-                storage = t.untyped_storage()
-                if storage._cdata not in self._seen:
-                    self._seen.add(storage._cdata)
-                    size = storage.nbytes()
-                    self.now += size
-                    self.peak = max(self.peak, self.now)
-                    weakref.finalize(storage, self._gone, storage._cdata, size)
-                if t.shape[-1:] == (self.vocabulary,):
-                    self.largest_vocabulary = max(self.largest_vocabulary, t.numel())
-        return out
-
-    vocabulary = 0
-
-    def _gone(self, key: int, size: int) -> None:
-        self._seen.discard(key)
-        self.now -= size
+    return kept
 
 
 def model_config() -> LlamaConfig:

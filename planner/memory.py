@@ -171,7 +171,7 @@ def block_bytes(model: LlamaConfig, layout: Layout, options: Options) -> int:
         return c * stream * d
     random_state = 24 * (1 if cp == 1 else 2) if options.cuda else 0
     if options.activation_checkpoint == "selective":
-        kept = random_state + c * stream * d + c * tokens * (q + 2 * k + 2 * f + 2 * d + q) + s * h * tokens
+        kept = c * stream * d + 2 * c * tokens * (q + k + f + d) + s * h * tokens + random_state
         if layout.tp > 1:
             kept += c * d * (2 * tokens + (2 * stream if options.sequence_parallel else 0))
         return kept + (c * 2 * k * cp * tokens if cp > 1 else 0)

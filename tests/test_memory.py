@@ -13,12 +13,12 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from benchmarks import memory
-from benchmarks.memory import LiveBytes
 from models.config import LlamaConfig
 from parallel import activation_checkpoint
 from parallel.data_parallel import fsdp_units
 from parallel.layout import Launch, Layout, LayoutError
 from parallel.mesh import init_ranks
+from planner.measure import LiveBytes, gathered_parameters
 from tests.launch import SMALL, rows, run_main
 from tests.ranks import free_port
 from tests.toy import (
@@ -251,17 +251,13 @@ def kept_by_the_forward(memory: dict) -> int:
     model = make_model(ranks, dtype="float32", memory=memory, zero=2, **BIG)
     batch = local_batch(0, ranks, 1, 64, "none")[0]
     batch_loss(model, *batch, ranks).backward()  # what is made once is made here
-    kept = []
-    model.lm_head.register_forward_pre_hook(lambda *_: kept.append(live.now))
-    model.model.layers["0"].register_forward_pre_hook(lambda *_: kept.append(live.now))
+    kept, parameters = [], gathered_parameters(model)
+    for module in (model.model.layers["0"], model.lm_head):
+        module.register_forward_pre_hook(lambda *_: kept.append(live.now_without(parameters)))
     with LiveBytes() as live:
         loss = batch_loss(model, *batch, ranks)
     loss.backward()
-    # The parameters of the first block have been gathered before the first count.
-    gathered = sum(
-        p.numel() * 4 for block in list(model.model.layers.values())[1:] for p in block.parameters()
-    )
-    return kept[-1] - kept[0] - gathered
+    return kept[1] - kept[0]
 
 
 def test_what_activation_checkpointing_keeps(ranks1):
@@ -317,4 +313,4 @@ def activation_bytes(sp: bool, mode: str) -> tuple[int, int]:
 @pytest.mark.parametrize("sp", [False, True])
 def test_what_a_forward_keeps(sp, mode, ranks2):
     for found, expected in ranks2.run(activation_bytes, sp, mode):
-        assert abs(found / expected - 1) < 0.1, (found, expected)
+        assert found == expected

@@ -12,7 +12,6 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks import communication
-from benchmarks.communication import CountCollectives
 from models.config import LlamaConfig
 from models.initialization import CHUNK_ELEMENTS, init_weights
 from models.llama import Llama
@@ -20,6 +19,7 @@ from parallel import parallelize
 from parallel.context_parallel import local_positions
 from parallel.layout import Launch, layout_flags, parse_layout
 from parallel.plan import collectives, parameter_rows
+from planner.measure import CountCollectives
 from tests.toy import (
     GLOBAL_BATCH,
     MODEL,
