@@ -119,7 +119,7 @@ class Layout:
     @property
     def shards(self) -> int:
         """Ranks among which FSDP2 shards: those of dp and cp."""
-        return self.mesh_dims["dp"] * self.cp
+        return (1 if self.zero == 0 else self.dp) * self.cp
 
     @property
     def name(self) -> str:

@@ -86,7 +86,8 @@ def balanced_blocks(model: LlamaConfig, stages: int, seq_len: int) -> list[range
     Cost is multiplications per token of the forward: those of the matrices, and of attention to
     half a sequence on average. The head counts as what it is; a lookup costs nothing, so that the
     embedding decides by its size between cuts that are equally fast, and evenness after that.
-    Exact, by dynamic programming over (blocks, stages).
+    Exact, by dynamic programming over (blocks, stages), without stages that alone are slower than
+    an even cut.
     """
     layers, head = model.num_hidden_layers, model.vocab_size * model.hidden_size
     attention = seq_len * model.num_attention_heads * model.head_size
@@ -98,6 +99,9 @@ def balanced_blocks(model: LlamaConfig, stages: int, seq_len: int) -> list[range
         last = head if stage == stages - 1 else 0
         return blocks * block + last, blocks * parameters + ends * head, blocks**2
 
+    even = -(-layers // stages)
+    slowest_even = max(even * block, (layers // stages) * block + head)
+    longest = slowest_even // block
     # best[n]: the best cut of the first n blocks into the stages so far, and how bad it is.
     best = {0: ((0, 0, 0), [])}
     for stage in range(stages):
@@ -105,11 +109,12 @@ def balanced_blocks(model: LlamaConfig, stages: int, seq_len: int) -> list[range
         for end in range(stage + 1, layers - (stages - 1 - stage) + 1):
             options = []
             for start, ((slowest, largest, squares), cuts) in best.items():
-                if start < end:
+                if start < end <= start + longest:
                     time, size, square = cost(end - start, stage)
                     found = max(slowest, time), max(largest, size), squares + square
                     options.append((found, [*cuts, range(start, end)]))
-            longer[end] = min(options, key=lambda option: option[0])
+            if options:
+                longer[end] = min(options, key=lambda option: option[0])
         best = longer
     return best[layers][1]
 

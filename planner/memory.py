@@ -7,7 +7,8 @@ what is computed in float32 or better.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from models.config import LlamaConfig
 from parallel.layout import Layout
@@ -96,34 +97,48 @@ class Memory:
     @property
     def total(self) -> int:
         """The larger of loss and working set, and all the rest."""
-        both = (getattr(self, field.name) for field in fields(self))
-        return sum(both) - min(self.loss, self.working)
+        return sum(vars(self).values()) - min(self.loss, self.working)
 
 
-def _units(model: LlamaConfig, layout: Layout, stages: Sequence[Stage]) -> dict[str, int]:
-    """Elements of a tp rank, with FSDP2's padding: of a block, embedding, and norm and head."""
+class Holding(NamedTuple):
+    """Of a rank: its coordinate in pp, number of blocks, whether the embedding and the head are
+    there, and the same three of each stage."""
+
+    pp_rank: int
+    blocks: int
+    first: bool
+    last: bool
+    stages: tuple[tuple[int, bool, bool], ...]
+
+
+def holding(model: LlamaConfig, stages: Sequence[Stage]) -> Holding:
+    """Of the ranks that hold ``stages`` of a pipeline, in order; without any, the whole model."""
+    if not stages:
+        whole = model.num_hidden_layers, True, True
+        return Holding(0, *whole, (whole,))
+    parts = tuple((len(stage.blocks), stage.first, stage.last) for stage in stages)
+    return Holding(stages[0].pp_rank, sum(n for n, _, _ in parts), parts[0][1], parts[-1][2], parts)
+
+
+def unit_sizes(model: LlamaConfig, layout: Layout) -> tuple[int, int, int]:
+    """Elements of a tp rank, with FSDP2's padding: of a block, of the embedding, of norm and head;
+    a tied embedding counts with the head."""
     units = {name: numel for name, numel, _ in _fsdp_units(model, layout)}
-    tied = units.pop("embedding, norm and head", None)
-    if tied is not None:
-        return {"block": units["block"], "embedding": 0, "head": tied}
-    units["embedding"] *= not stages or any(stage.first for stage in stages)
-    units["head"] *= not stages or any(stage.last for stage in stages)
-    return units
-
-
-def _blocks(model: LlamaConfig, stages: Sequence[Stage]) -> int:
-    return sum(len(stage.blocks) for stage in stages) or model.num_hidden_layers
+    if model.tie_word_embeddings:
+        return units["block"], 0, units["embedding, norm and head"]
+    return units["block"], units["embedding"], units["head"]
 
 
 def stage_parameters(model: LlamaConfig, layout: Layout, stages: Sequence[Stage] = ()) -> int:
     """Elements on the first tp rank that FSDP2 shares out, as it pads them to its shards.
 
-    Of the ranks that hold ``stages`` of a pipeline; without any, of the whole model. A table with
-    an uneven vocabulary counts with the rows of the first rank, and replicated keys and values with
-    all theirs.
+    Of the ranks that hold ``stages`` of a pipeline, in order; without any, of the whole model. A
+    table with an uneven vocabulary counts with the rows of the first rank, and replicated keys and
+    values with all theirs.
     """
-    units = _units(model, layout, stages)
-    return _blocks(model, stages) * units["block"] + units["embedding"] + units["head"]
+    block, embedding, head = unit_sizes(model, layout)
+    held = holding(model, stages)
+    return held.blocks * block + held.first * embedding + held.last * head
 
 
 def shard_parameters(model: LlamaConfig, layout: Layout, stages: Sequence[Stage] = ()) -> int:
@@ -226,8 +241,10 @@ def working_bytes(model: LlamaConfig, layout: Layout, options: Options) -> int:
     """Bytes of a block's backward beside what its forward kept: what is computed again, and the
     gradients of three tensors of the feed-forward and two of the stream at a time."""
     tokens, f = _tokens(layout, options)[0], _widths(model, layout)[2]
-    whole = block_bytes(model, layout, replace(options, activation_checkpoint="none"))
-    again = max(0, whole - block_bytes(model, layout, options))
+    again = 0
+    if options.activation_checkpoint != "none":
+        whole = block_bytes(model, layout, replace(options, activation_checkpoint="none"))
+        again = max(0, whole - block_bytes(model, layout, options))
     return again + options.dtype_bytes * tokens * (3 * f + 2 * model.hidden_size)
 
 
@@ -249,6 +266,40 @@ def in_flight(schedule: str, pp: int, pp_rank: int, micro_batches: int) -> tuple
     return (pp + behind - 1 + (schedule == "dualpipev"), pp_rank + 1)
 
 
+class MicroBatch(NamedTuple):
+    """Bytes that do not depend on the pipeline or on dp: of a block, of the embedding, of norm and
+    head, of what crosses between stages, what the loss keeps, its largest, and a block's backward.
+    """
+
+    block: int
+    embedding: int
+    head: int
+    boundary: int
+    loss_kept: int
+    loss: int
+    working: int
+
+
+def micro_batch_bytes(
+    model: LlamaConfig, layout: Layout, options: Options, facts: Facts = OURS
+) -> MicroBatch:
+    """Of one micro-batch."""
+    tokens, stream = _tokens(layout, options)
+    kept, largest = loss_bytes(model, layout, options)
+    if facts.logit_bytes:
+        kept = 4 * tokens * model.vocab_size // layout.tp
+        largest = round(facts.logit_bytes * tokens * model.vocab_size / layout.tp)
+    return MicroBatch(
+        (facts.block_bytes or block_bytes)(model, layout, options),
+        embedding_bytes(layout, options),
+        head_bytes(model, layout, options),
+        options.dtype_bytes * stream * model.hidden_size,
+        kept,
+        largest,
+        working_bytes(model, layout, options),
+    )
+
+
 def memory(
     model: LlamaConfig,
     layout: Layout,
@@ -256,55 +307,57 @@ def memory(
     stages: Sequence[Stage] = (),
     facts: Facts = OURS,
 ) -> Memory:
-    """What the ranks that hold ``stages`` hold at most; without any, those of the whole model.
+    """What the ranks that hold ``stages`` hold at most; without any, those of the whole model."""
+    micro = micro_batch_bytes(model, layout, options, facts)
+    return rank_memory(layout, options, holding(model, stages), unit_sizes(model, layout), micro)
+
+
+def rank_memory(
+    layout: Layout,
+    options: Options,
+    held: Holding,
+    units: tuple[int, int, int],
+    micro: MicroBatch,
+) -> Memory:
+    """As :func:`memory`, from what other ranks and layouts have in common.
 
     FSDP2 (``parallel/data_parallel.py``): ZeRO-3 gathers the block that computes and the next, and
     keeps the head; ZeRO-2 keeps all blocks gathered, too, and ZeRO-1 and 0 also the embedding, and
     whole gradients in float32. Torch's pipeline holds a buffer per micro-batch for what each end
     receives (``torch/distributed/pipelining/stage.py``).
+
+    Args:
+        units: of :func:`unit_sizes`.
     """
     c, s, zero = options.dtype_bytes, max(4, options.dtype_bytes), layout.zero
-    units, blocks = _units(model, layout, stages), _blocks(model, stages)
-    whole = blocks * units["block"] + units["embedding"] + units["head"]
-    shard = whole // layout.shards
-    ahead = 1 if options.prefetch is None else options.prefetch
-    gathered = {3: min(blocks, 1 + ahead) * units["block"] + units["head"]}
-    gathered |= {2: whole - units["embedding"], 1: whole, 0: whole}
-    block, loss, buffers = _activations(model, layout, options, stages, facts)
-    stored = 0 if options.cpu_offload else s * shard
+    block, embedding, head = units[0], held.first * units[1], held.last * units[2]
+    whole = held.blocks * block + embedding + head
+    stored = 0 if options.cpu_offload else whole // layout.shards
+    if zero == 3:
+        ahead = 1 if options.prefetch is None else options.prefetch
+        gathered = min(held.blocks, 1 + ahead) * block + head
+    else:
+        gathered = whole - (embedding if zero == 2 else 0)
+    m, flights, buffers = layout.micro_batches, (1,), 0
+    if layout.pp > 1:
+        flights = in_flight(layout.pp_schedule, layout.pp, held.pp_rank, m)
+        # What was received is the first input of a stage, and what goes on stays.
+        buffers = sum(
+            (m - n) * (not first) + m * (not last)
+            for n, (_, first, last) in zip(flights, held.stages, strict=True)
+        )
+    ends = micro.head, micro.boundary
     return Memory(
-        parameters=stored,
-        gradients=stored,
-        optimizer=0 if options.cpu_offload else 2 * options.moment_bytes * shard,
-        gathered=c * gathered[zero],
-        unsharded_gradients=(c + s) * units["block"] if zero >= 2 else s * (whole + units["block"]),
-        activations=block,
-        buffers=buffers,
-        loss=loss,
-        working=working_bytes(model, layout, options),
+        parameters=s * stored,
+        gradients=s * stored,
+        optimizer=2 * options.moment_bytes * stored,
+        gathered=c * gathered,
+        unsharded_gradients=(c + s) * block if zero >= 2 else s * (whole + block),
+        activations=sum(
+            n * (x[0] * micro.block + x[1] * micro.embedding + ends[not x[2]])
+            for n, x in zip(flights, held.stages, strict=True)
+        ),
+        buffers=micro.boundary * buffers,
+        loss=(flights[-1] - 1) * micro.loss_kept + micro.loss if held.last else 0,
+        working=micro.working,
     )
-
-
-def _activations(model, layout, options, stages, facts) -> tuple[int, int, int]:
-    """Bytes of activations, loss and buffers."""
-    block = (facts.block_bytes or block_bytes)(model, layout, options)
-    kept, largest = loss_bytes(model, layout, options)
-    tokens, stream = _tokens(layout, options)
-    if facts.logit_bytes:
-        kept = 4 * tokens * model.vocab_size // layout.tp
-        largest = round(facts.logit_bytes * tokens * model.vocab_size / layout.tp)
-    head = head_bytes(model, layout, options)
-    embedding, boundary = embedding_bytes(layout, options), options.dtype_bytes * stream
-    boundary *= model.hidden_size
-    if not stages:
-        return embedding + model.num_hidden_layers * block + head, largest, 0
-    flights = in_flight(layout.pp_schedule, layout.pp, stages[0].pp_rank, layout.micro_batches)
-    activations = loss = buffers = 0
-    for stage, flight in zip(stages, flights, strict=True):
-        activations += flight * (len(stage.blocks) * block + stage.first * embedding)
-        # What it hands on stays until the backward, and what it has received is its first input.
-        activations += flight * (head if stage.last else boundary)
-        loss += (flight - 1) * kept + largest if stage.last else 0
-        buffers += boundary * (layout.micro_batches - flight) * (not stage.first)
-        buffers += boundary * layout.micro_batches * (not stage.last)
-    return activations, loss, buffers

@@ -1,0 +1,260 @@
+"""Every layout of some GPUs, what it holds and takes, and what to change so that one fits."""
+
+import collections
+import itertools
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+from models.config import LlamaConfig
+from parallel.layout import (
+    Layout,
+    LayoutError,
+    check_pipeline,
+    check_tensor_parallel,
+    make_layout,
+)
+from parallel.stages import SCHEDULES, Stage
+from planner.machine import Machine
+from planner.memory import (
+    ITEMS,
+    Holding,
+    Memory,
+    Options,
+    holding,
+    micro_batch_bytes,
+    rank_memory,
+    unit_sizes,
+)
+from planner.time import Time, step_time
+
+GIB = 2**30
+# Reserved over allocated memory of CUDA's caching allocator with expandable segments, and what the
+# context and the communicators of a process take outside it: rules of thumb, not measured here.
+FRAGMENTATION, CONTEXT_GIB = 1.03, 1.0
+# Of the usable memory, what a plan may take: of published runs between 0.8 and 0.9 a sixth failed.
+LIMIT = 0.88
+# From the fastest to the smallest.
+SAVERS = [(ac, chunks) for ac in ("none", "selective", "full") for chunks in (1, 8)]
+# Tried where nothing is to be kept. GPipe and DualPipeV wait as long as 1F1B and ZBV, and hold
+# more.
+ZEROS, SCHEDULES_TRIED, BATCH_SIZES = (3, 2, 1, 0), ("1f1b", "interleaved", "zbv"), (1, 2, 4, 8, 16)
+DIMS = ("pp", "dp_replicate", "cp", "tp")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A layout with its options, and the formulas' answers.
+
+    Attributes:
+        memory: of the ranks of ``pp_rank``, which hold most.
+        time: None where it was not asked for.
+    """
+
+    layout: Layout
+    options: Options
+    memory: Memory
+    pp_rank: int
+    time: Time | None = None
+
+    @property
+    def gib(self) -> float:
+        """What the process takes of its GPU, in GiB."""
+        return self.memory.total * FRAGMENTATION / GIB + CONTEXT_GIB
+
+    @property
+    def structure(self) -> tuple[int, ...]:
+        """Sizes of the dims."""
+        x = self.layout
+        return x.pp, x.dp_replicate, x.dp, x.cp, x.tp
+
+
+def out_of_memory(part: float) -> float:
+    """Probability that a process runs out of memory which is to take ``part`` of what is usable.
+
+    A logistic curve, a half at 1: what published runs with labels show (docs/planning.md).
+    """
+    return 1 / (1 + math.exp(10.7 * (1 - part)))
+
+
+class Search:
+    """The layouts of one training: a model, a global batch, and GPUs of a kind.
+
+    Attributes:
+        rejected: why layouts are impossible, or hold too much, and how many.
+    """
+
+    def __init__(
+        self, model: LlamaConfig, machine: Machine, options: Options, global_batch_size: int
+    ):
+        self.model, self.machine, self.options = model, machine, options
+        self.global_batch_size = global_batch_size
+        self.rejected = collections.Counter()
+        self._known = {}
+
+    def stages(self, layout: Layout) -> list[Stage]:
+        """As :meth:`parallel.layout.Layout.stages`, each cut worked out once."""
+        key = "stages", layout.pp, layout.pp_schedule
+        return self._once(key, lambda: layout.stages(self.model, self.options.seq_len))
+
+    def layouts(self, gpus: int, keep: dict) -> Iterator[Layout]:
+        """Every layout of ``gpus`` that can be built; why the others cannot goes to ``rejected``.
+
+        Args:
+            keep: what is to stay: sizes of dims by name, zero, pp_schedule, batch_size.
+        """
+        sizes = [n for n in range(1, gpus + 1) if gpus % n == 0]
+        tried = {name: (keep[name],) if name in keep else sizes for name in DIMS}
+        for pp in tried["pp"]:
+            for tp in tried["tp"]:
+                if tp > self.machine.node and "tp" not in keep:
+                    self.rejected[f"tp above {self.machine.node} leaves the node; see --keep"] += 1
+                    continue
+                for cp in tried["cp"]:
+                    for replicate in tried["dp_replicate"]:
+                        if gpus % (pp * tp * cp * replicate) == 0:
+                            shape = {"pp": pp, "tp": tp, "cp": cp, "dp_replicate": replicate}
+                            yield from self._cut(gpus, keep, shape)
+
+    def _cut(self, gpus: int, keep: dict, shape: dict) -> Iterator[Layout]:
+        """The ZeRO stages, schedules and micro-batches of a shape."""
+        ranks = gpus // (shape["pp"] * shape["cp"] * shape["tp"])
+        zeros = (keep["zero"],) if "zero" in keep else ZEROS
+        if shape["dp_replicate"] > 1:
+            zeros = [z for z in zeros if z >= 2]  # replicas of ZeRO-1 would share out less
+        elif ranks == 1:
+            zeros = [z for z in zeros if z]  # which is ZeRO-1 where there are no replicas
+        schedules = ("1f1b",) if shape["pp"] == 1 else SCHEDULES_TRIED
+        if "pp_schedule" in keep and shape["pp"] > 1:
+            schedules = (keep["pp_schedule"],)
+        sizes = (keep["batch_size"],) if "batch_size" in keep else BATCH_SIZES
+        for zero in zeros:
+            for schedule in schedules:
+                for size in sizes:
+                    if size > 1 and self.global_batch_size // ranks % size:
+                        continue
+                    try:
+                        yield self.layout(
+                            world_size=gpus, batch_size=size, zero=zero, pp_schedule=schedule,
+                            **shape,
+                        )  # fmt: skip
+                    except LayoutError as error:
+                        self.rejected[_short(str(error))] += 1
+                        break  # larger micro-batches are fewer
+
+    def layout(self, **sizes) -> Layout:
+        """A layout of these sizes, checked as training checks it, but for checkpointing.
+
+        Raises:
+            LayoutError: if it cannot be built.
+        """
+        layout = make_layout(global_batch_size=self.global_batch_size, **sizes)
+        sequence_parallel = self._options(layout).sequence_parallel
+        check_tensor_parallel(self.model, layout, self.options.seq_len, sequence_parallel)
+        check_pipeline(self.model, layout, "none", self.options.compile)
+        return layout
+
+    def _options(self, layout: Layout, savers: tuple[str, int] = ("none", 1)) -> Options:
+        """With checkpointing and chunks of the loss, and with sequence parallelism where it divides
+        the sequence, as on NCCL by itself."""
+        sequence_parallel = layout.tp > 1 and self.options.seq_len // layout.cp % layout.tp == 0
+        changes = {"activation_checkpoint": savers[0], "loss_chunks": savers[1]}
+        return self._once(
+            (sequence_parallel, savers),
+            lambda: replace(self.options, sequence_parallel=sequence_parallel, **changes),
+        )
+
+    def memory(self, layout: Layout, options: Options) -> tuple[Memory, int]:
+        """What the ranks that hold most hold, and their coordinate in pp."""
+        model, x = self.model, layout
+        micro = self._once(
+            (x.batch_size, x.tp, x.cp, id(options)),
+            lambda: micro_batch_bytes(model, layout, options),
+        )
+        units = self._once((x.tp, x.shards), lambda: unit_sizes(model, layout))
+        ranks = self._once((x.pp, x.pp_schedule), lambda: self._largest(layout))
+        found = [(rank_memory(x, options, held, units, micro), held.pp_rank) for held in ranks]
+        return max(found, key=lambda pair: pair[0].total) if len(found) > 1 else found[0]
+
+    def _once(self, key: tuple, make: Callable):
+        """What layouts have in common is worked out once."""
+        if key not in self._known:
+            self._known[key] = make()
+        return self._known[key]
+
+    def _largest(self, layout: Layout) -> list[Holding]:
+        """Of the ranks that may hold most.
+
+        The later a rank, the fewer micro-batches it has in flight; in a V, the fewer of one stage
+        and the more of the other. So, of those with as many blocks and the same ends, the first and
+        the last.
+        """
+        if layout.pp == 1:
+            return [holding(self.model, ())]
+        kinds = {}
+        stages = sorted(self.stages(layout), key=lambda stage: stage.pp_rank)
+        for _, here in itertools.groupby(stages, lambda stage: stage.pp_rank):
+            held = holding(self.model, list(here))
+            kinds[held[1:]] = [*kinds.get(held[1:], ())[:1], held]
+        v_shaped = SCHEDULES[layout.pp_schedule].v_shaped
+        return [held for kind in kinds.values() for held in (kind if v_shaped else kind[:1])]
+
+    def plan(self, layout: Layout, savers: tuple[str, int]) -> Plan:
+        """What a layout holds with this checkpointing and these chunks of the loss."""
+        options = self._options(layout, savers)
+        return Plan(layout, options, *self.memory(layout, options))
+
+    def fits(self, plan: Plan) -> bool:
+        """Whether a plan takes no more than is reasonable."""
+        return plan.gib <= LIMIT * self.machine.usable_gib
+
+    def savers(self, layout: Layout, keep: dict) -> list[tuple[str, int]]:
+        """Checkpointing and chunks of the loss that a layout can have, the fastest first."""
+        kept = keep.get("activation_checkpoint"), keep.get("loss_chunks")
+        whole = layout.pp > 1 and SCHEDULES[layout.pp_schedule].splits_backward
+        return [
+            (mode, chunks)
+            for mode, chunks in SAVERS
+            if kept[0] in (None, mode) and kept[1] in (None, chunks)
+            if mode == "none" or not whole
+        ]
+
+    def best(self, layout: Layout, keep: dict, timed: bool = True) -> Plan:
+        """The fastest plan of a layout that fits, or else its smallest."""
+        savers = self.savers(layout, keep)
+        found = self.plan(layout, savers[0])
+        if not self.fits(found):
+            x = found.memory
+            kept = x.total - x.activations - max(x.loss, x.working)
+            if kept > LIMIT * self.machine.usable_gib * GIB:
+                return found
+            smallest = self.plan(layout, savers[-1])
+            if not self.fits(smallest):
+                return smallest
+            plans = (self.plan(layout, pair) for pair in savers[1:])
+            found = next(plan for plan in plans if self.fits(plan))
+        return self.timed(found) if timed else found
+
+    def timed(self, plan: Plan) -> Plan:
+        """A plan with its time."""
+        stages = self.stages(plan.layout)
+        time = step_time(self.model, plan.layout, plan.options, self.machine, stages)
+        return replace(plan, time=time)
+
+    def all(self, gpus: int, keep: dict, timed: bool = True) -> list[Plan]:
+        """The best plan of every layout that fits; the largest item of those that do not is in
+        ``rejected``."""
+        found = []
+        for layout in self.layouts(gpus, keep):
+            plan = self.best(layout, keep, timed)
+            if self.fits(plan):
+                found.append(plan)
+            else:
+                item = max(ITEMS, key=lambda item: getattr(plan.memory, item))
+                self.rejected[f"too much memory, most of it {ITEMS[item]}"] += 1
+        return found
+
+
+def _short(message: str) -> str:
+    """A refusal without its numbers' context: what the flags ask, and not what to do instead."""
+    return message.split(": ")[0]
