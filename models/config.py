@@ -120,6 +120,18 @@ class LlamaConfig(BaseModel):
         return None
 
 
+def flops_per_token(model: LlamaConfig, seq_len: int, causal: bool = False) -> int:
+    """FLOPs of the forward and backward pass per token, a multiply-add counted as two.
+
+    6 per matrix parameter, and 12 * L * H * head size * S for the two products of attention, whose
+    causal half is subtracted only on request. The embedding lookup and all that is elementwise are
+    free, and so is what activation checkpointing computes again. Source: PaLM (arXiv:2204.02311),
+    appendix B.
+    """
+    attention = model.num_hidden_layers * model.num_attention_heads * model.head_size * seq_len
+    return 6 * model.num_matmul_parameters + (6 if causal else 12) * attention
+
+
 def read_hf_config(path: str | Path) -> dict:
     """Read the architecture from a Hugging Face config.json (or the directory that holds one).
 

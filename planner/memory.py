@@ -99,6 +99,11 @@ class Memory:
         """The larger of loss and working set, and all the rest."""
         return sum(vars(self).values()) - min(self.loss, self.working)
 
+    @property
+    def largest(self) -> str:
+        """The name of the largest item."""
+        return max(ITEMS, key=vars(self).get)
+
 
 class Holding(NamedTuple):
     """Of a rank: its coordinate in pp, number of blocks, whether the embedding and the head are

@@ -34,6 +34,7 @@ GIB = 2**30
 FRAGMENTATION, CONTEXT_GIB = 1.03, 1.0
 # Of the usable memory, what a plan may take: of published runs between 0.8 and 0.9 a sixth failed.
 LIMIT = 0.88
+TOO_MUCH = "too much memory"
 # From the fastest to the smallest.
 SAVERS = [(ac, chunks) for ac in ("none", "selective", "full") for chunks in (1, 8)]
 # Tried where nothing is to be kept. GPipe and DualPipeV wait as long as 1F1B and ZBV, and hold
@@ -242,17 +243,64 @@ class Search:
         return replace(plan, time=time)
 
     def all(self, gpus: int, keep: dict, timed: bool = True) -> list[Plan]:
-        """The best plan of every layout that fits; the largest item of those that do not is in
-        ``rejected``."""
+        """The best plan of every layout that fits, the fastest first, or the smallest where not
+        ``timed``; why the others do not goes to ``rejected``."""
         found = []
         for layout in self.layouts(gpus, keep):
             plan = self.best(layout, keep, timed)
             if self.fits(plan):
                 found.append(plan)
             else:
-                item = max(ITEMS, key=lambda item: getattr(plan.memory, item))
-                self.rejected[f"too much memory, most of it {ITEMS[item]}"] += 1
-        return found
+                self.rejected[f"{TOO_MUCH}, most of it {ITEMS[plan.memory.largest]}"] += 1
+        return sorted(found, key=lambda plan: plan.time.total if timed else plan.gib)
+
+    def at(self, gpus: int, flags: dict) -> Plan:
+        """The plan of these flags, whether it fits or not.
+
+        Args:
+            flags: of :meth:`layout`, activation_checkpoint and loss_chunks.
+
+        Raises:
+            LayoutError: if it cannot be built.
+        """
+        flags = dict(flags)
+        savers = flags.pop("activation_checkpoint"), flags.pop("loss_chunks")
+        layout = self.layout(world_size=gpus, **flags)
+        check_pipeline(self.model, layout, savers[0], self.options.compile)
+        return self.timed(self.plan(layout, savers))
+
+    def changes(self, gpus: int, flags: dict) -> list[tuple[dict, Plan]]:
+        """What to change of a plan that does not fit so that it does, the fastest first.
+
+        One setting each; where none is enough, two of them, or three.
+        """
+        sizes = {name: 2 * flags[name] for name in ("tp", "cp", "pp")}
+        halves = {k: flags[k] // 2 for k in ("dp_replicate", "batch_size") if (flags[k] or 1) > 1}
+        others = {
+            "loss_chunks": (8,),
+            "activation_checkpoint": ("selective", "full"),
+            "zero": (3, 1),
+        }
+        single = [(name, value) for name, value in (sizes | halves).items()]
+        single += [(name, value) for name, values in others.items() for value in values]
+        single = [(name, value) for name, value in single if flags[name] != value]
+        for count in (1, 2, 3):
+            found = []
+            for some in itertools.combinations(single, count):
+                changed = dict(some)
+                try:
+                    plan = self.at(gpus, {**flags, **changed})
+                except LayoutError:
+                    continue
+                if (
+                    len(changed) == count
+                    and self.fits(plan)
+                    and plan.layout.tp <= self.machine.node
+                ):
+                    found.append((changed, plan))
+            if found:
+                return sorted(found, key=lambda pair: pair[1].time.total)
+        return []
 
 
 def _short(message: str) -> str:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from models.config import LlamaConfig
+from models.config import flops_per_token
 from parallel.layout import Layout
 from training.config import Config
 
@@ -41,17 +41,6 @@ def peak_flops(device_name: str, dtype: str) -> float | None:
         if re.search(rf"(?<!\w){word}(?!\w)", device_name):
             return DEVICE_PEAK_FLOPS[word]
     return None
-
-
-def flops_per_token(model: LlamaConfig, seq_len: int) -> int:
-    """FLOPs of the forward and backward pass per token, a multiply-add counted as two.
-
-    6 per matrix parameter, and 12 * L * H * head size * S for the two products of attention, whose
-    causal half is not subtracted. The embedding lookup and all that is elementwise are free, and so
-    is what activation checkpointing computes again. Source: PaLM (arXiv:2204.02311), appendix B.
-    """
-    attention = model.num_hidden_layers * model.num_attention_heads * model.head_size * seq_len
-    return 6 * model.num_matmul_parameters + 12 * attention
 
 
 def _status_bytes(field: str) -> int | None:

@@ -1,0 +1,186 @@
+"""What a plan says to a person."""
+
+from models.config import flops_per_token
+from parallel.plan import columns
+from planner.machine import Machine
+from planner.memory import ITEMS
+from planner.search import GIB, TOO_MUCH, Plan, Search, out_of_memory
+
+# Two layouts on one machine share most of a formula's error; what is left has a median of about
+# this part (docs/planning.md). Nearer ones are a tie.
+TIE = 0.05
+TIMES = {
+    "compute": "computing",
+    "tp": "tensor parallel",
+    "fsdp": "FSDP, not hidden",
+    "cp": "context parallel",
+    "pp": "between stages",
+    "bubble": "bubble",
+    "optimizer": "optimizer",
+    "host": "waiting for the host",
+}
+
+
+def memory_interval(plan: Plan) -> float:
+    """Relative error to expect of the memory: the largest against published runs of its kind."""
+    return 0.12 if plan.layout.pp > 1 or plan.layout.cp > 4 or plan.layout.tp > 1 else 0.05
+
+
+def time_interval(plan: Plan, machine: Machine) -> float:
+    """Relative error to expect of the time; see docs/planning.md."""
+    if not machine.source:
+        return 0.25
+    return 0.15 if plan.layout.pp > 1 else 0.08
+
+
+class Report:
+    """The plans of a search as text.
+
+    Attributes:
+        price: dollars of a GPU and hour, or None.
+    """
+
+    def __init__(self, search: Search, price: float | None):
+        self.search, self.price = search, price
+        self.machine = search.machine
+
+    def speed(self, plan: Plan) -> float:
+        """Tokens per second and GPU."""
+        tokens = self.search.global_batch_size * self.search.options.seq_len
+        return tokens / plan.time.total / plan.layout.world_size
+
+    def cost(self, plan: Plan) -> float:
+        """Dollars per trillion tokens."""
+        return 1e12 / self.speed(plan) / 3600 * self.price
+
+    def head(self, fit: int) -> str:
+        """What was planned, in a line."""
+        too_big = sum(n for why, n in self.search.rejected.items() if why.startswith(TOO_MUCH))
+        impossible = self.search.rejected.total() - too_big
+        known = self.machine.source or "of the table, not calibrated"
+        return (
+            f"model {self.search.model.num_parameters / 1e9:.2f}B | {fit + too_big + impossible} "
+            f"layouts: {fit} fit, {too_big} take too much memory, {impossible} cannot be built | "
+            f"constants {known}"
+        )
+
+    def row(self, plan: Plan, name: str) -> tuple:
+        """Of the table: a plan in a line."""
+        x, o = plan.layout, plan.options
+        part = plan.gib / self.machine.usable_gib
+        error = memory_interval(plan) * plan.gib
+        row = (
+            name, x.name, f"{x.zero}", x.pp_schedule if x.pp > 1 else "-",
+            f"{x.batch_size}x{x.micro_batches}", o.activation_checkpoint, o.loss_chunks,
+            f"{plan.gib:.1f} ±{error:.1f}", f"{out_of_memory(part):.0%}",
+        )  # fmt: skip
+        if plan.time is None:
+            return row
+        speed, peak = self.speed(plan), self.machine.peak_tflops * 1e12
+        causal, full = (
+            speed * flops_per_token(self.search.model, o.seq_len, half) / peak
+            for half in (True, False)
+        )
+        error = time_interval(plan, self.machine)
+        row += (
+            f"{plan.time.total:.2f} ±{error * plan.time.total:.2f}",
+            f"{speed:,.0f} ±{error * speed:,.0f}", f"{causal:.0%}/{full:.0%}",
+        )  # fmt: skip
+        if self.price:
+            row += (f"{self.cost(plan):,.0f} ±{error * self.cost(plan):,.0f}",)
+        return row
+
+    def table(self, plans: list[Plan], top: int) -> list[str]:
+        """One line per structure, its best plan; those about as fast as the first have a ``=``."""
+        best = {}
+        for plan in plans:
+            best.setdefault(plan.structure, plan)
+        shown = list(best.values())[:top]
+        head = ("#", "layout", "zero", "schedule", "batch", "checkpoint", "chunks", "GiB", "P(oom)")
+        if shown and shown[0].time:
+            head += ("step s", "tokens/s/GPU", "MFU causal/full")
+            head += ("$/1T tokens",) if self.price else ()
+        rows = [head]
+        for number, plan in enumerate(shown, start=1):
+            tie = plan.time and plan.time.total <= (1 + TIE) * shown[0].time.total
+            rows.append(self.row(plan, f"{number}{'=' if tie and len(shown) > 1 else ''}"))
+        return columns(rows)
+
+    def items(self, plan: Plan) -> list[str]:
+        """Memory of the fullest ranks and time of the slowest, item by item."""
+        total = plan.memory.total
+        where = f", ranks of pp {plan.pp_rank}" if plan.layout.pp > 1 else ""
+        rows = [
+            (f"  {size / GIB:.2f} GiB", f"{size / total:.0%}", ITEMS[name])
+            for name, size in vars(plan.memory).items()
+            if size
+        ]
+        lines = [f"memory of {plan.layout.name}{where}; of loss and block the larger counts:"]
+        lines += columns(rows)
+        if plan.time:
+            parts = (
+                f"{TIMES[name]} {seconds:.2f} s ({seconds / plan.time.total:.0%})"
+                for name, seconds in vars(plan.time).items()
+                if seconds
+            )
+            lines += ["time: " + ", ".join(parts)]
+        return lines
+
+    def compare(self, plan: Plan, other: Plan, what: str) -> str:
+        """Why ``other`` is slower than ``plan``, or what it lacks to fit."""
+        if not self.search.fits(other):
+            over = other.gib - self.machine.usable_gib
+            item = other.memory.largest
+            how = f"{over:.1f} GiB above" if over > 0 else f"{-over:.1f} GiB below"
+            return (
+                f"{what} ({other.layout.name}) takes {other.gib:.1f} GiB, {how} the "
+                f"{self.machine.usable_gib:g} of a {self.machine.name}: most is {ITEMS[item]}"
+            )
+        gap = {k: v - vars(plan.time)[k] for k, v in vars(other.time).items()}
+        ratio = other.time.total / plan.time.total - 1
+        if abs(ratio) < 5e-4:
+            return f"{what} ({other.layout.name}) takes as long"
+        most = max(gap, key=lambda k: gap[k] if ratio > 0 else -gap[k])
+        return (
+            f"{what} ({other.layout.name}) takes {ratio:+.1%} time: {TIMES[most]} "
+            f"{gap[most]:+.2f} s" + (", a tie" if abs(ratio) <= TIE else "")
+        )
+
+    def suggestions(self, flags: dict, plan: Plan, top: int = 5) -> list[str]:
+        """What to change of a plan so that it fits."""
+        rows = [
+            (
+                "  " + " ".join(f"--{k.replace('_', '-')} {v}" for k, v in changed.items()),
+                f"{better.gib - plan.gib:+.1f} GiB", f"to {better.gib:.1f}",
+                f"{better.time.total / plan.time.total - 1:+.1%} time",
+            )
+            for changed, better in self.search.changes(plan.layout.world_size, flags)[:top]
+        ]  # fmt: skip
+        if not rows:
+            return ["no three changes of it are enough: use more GPUs, or a layout of the table"]
+        return ["so that it fits, the fastest first:", *columns(rows)]
+
+    def warnings(self, plan: Plan) -> list[str]:
+        """What of a plan no published run validates."""
+        x, found = plan.layout, []
+        if not self.machine.source:
+            found.append("times: constants of a table; calibrate (--calibrate, --learn)")
+        if x.cp > 1:
+            found.append("context parallel: its time")
+        if x.pp > 1 and x.world_size > self.machine.node:
+            found.append("pipelines across nodes: their time")
+        if self.machine.name in ("b200", "mi300x", "h100-pcie", "a100-40"):
+            found.append(f"{self.machine.name}: no published run is compared with")
+        if self.search.options.seq_len > 131072 or x.world_size > 2048:
+            found.append("sequences above 131072 tokens, or more than 2048 GPUs")
+        if self.search.options.compile:
+            found.append("what compilation saves of memory: it is not counted")
+        if self.search.options.cpu_offload:
+            found.append("offloading: the time of the copies, which is not counted")
+        found.append("fp8 and expert parallelism: not in this repository")
+        return ["not validated: " + "; ".join(found)]
+
+    def rejected(self, top: int = 6) -> list[str]:
+        """Why layouts are not in the table, with their number."""
+        found = [(f"  {n}", why) for why, n in self.search.rejected.most_common(top)]
+        return ["not in the table:", *columns(found)] if found else []

@@ -1,0 +1,323 @@
+"""Plan a layout before the GPUs are there: what fits, how fast it is, and what it costs.
+
+    python -m recipes.plan --recipe llama3_70b --gpu h100 --gpus 256
+
+Memory is by the formulas that the tests hold equal to the trainer, time by a table of GPUs or a
+calibration. Flags of train_llm.py (--recipe, --seq-len, --global-batch-size, --compile, model
+fields, ...) say what is trained; its layout is the one that is compared with. Exit codes: 0 there
+is a plan, 1 nothing fits or a check failed, 2 bad input.
+"""
+
+import argparse
+import contextlib
+import json
+import math
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+from parallel.layout import Launch, LayoutError, parse_layout
+from planner.learn import learn, measured_seconds
+from planner.machine import Machine, known_gpus, load_machine, write_calibration
+from planner.memory import Options
+from planner.report import Report
+from planner.search import DIMS, Plan, Search
+from planner.time import step_time
+from training.checks import check
+from training.command_line import Parser, load_recipe, parse_flags, positive
+from training.config import Config, ConfigError, to_toml
+from training.files import write_atomic
+
+BYTES = {"bfloat16": 2, "float32": 4, "float64": 8}
+KEPT = (*DIMS, "zero", "pp_schedule", "batch_size", "activation_checkpoint", "loss_chunks")
+
+
+def make_parser() -> Parser:
+    """The options of this command; what they do not know is for training."""
+    parser = Parser(prog="python -m recipes.plan", description=__doc__)
+    add = parser.add_argument
+    add("--gpu", metavar="NAME", help=f"kind of GPU: {', '.join(known_gpus())} (default: h100, or "
+        "that of --calibration)")  # fmt: skip
+    add("--gpus", type=positive, default=8, metavar="N", help="number of GPUs (default: 8)")
+    add("--have", type=positive, metavar="N",
+        help="GPUs that are left: plan for as many of them as are of use")  # fmt: skip
+    add("--gpus-per-node", type=positive, metavar="N", help="default: as in the table")
+    add("--nic", type=float, metavar="GB/S",
+        help="network bandwidth of a GPU between nodes (default: as in the table)")  # fmt: skip
+    add("--price", type=float, metavar="USD", help="of a GPU and hour (default: no costs)")
+    add("--objective", choices=["tokens", "cost"], default="tokens",
+        help="the most tokens per second of all GPUs, or the cheapest tokens, on half or a quarter "
+        "of them where that is better (default: tokens)")  # fmt: skip
+    add("--keep", nargs="+", default=[], metavar="NAME=VALUE",
+        help=f"plan only with these: {', '.join(KEPT)}")  # fmt: skip
+    add("--layout", metavar="NAME",
+        help="your layout, as pp2-dp16-tp8, instead of the recipe's")  # fmt: skip
+    add("--memory-only", action="store_true", help="leave out what depends on the GPU's speed")
+    add("--top", type=positive, default=10, metavar="N", help="structures shown (default: 10)")
+    add("--emit", type=Path, metavar="FILE.toml", help="write the first plan as a recipe")
+    add(
+        "--dry-run",
+        action="store_true",
+        help="build --layout on one process without memory, and compare with the formulas",
+    )
+    add("--calibration", type=Path, metavar="FILE",
+        help="constants of a machine; written by --calibrate and --learn (default with them: "
+        "calibration.json)")  # fmt: skip
+    add(
+        "--calibrate",
+        action="store_true",
+        help="measure this machine, about a minute; with torchrun also its network",
+    )
+    add("--learn", type=Path, nargs="+", metavar="RUN",
+        help="fit the constants to the step times of run directories")  # fmt: skip
+    return parser
+
+
+def parse_command(argv: list[str]) -> tuple[argparse.Namespace, Config]:
+    """The options, and the training to plan, with a vocabulary.
+
+    Raises:
+        ConfigError: in one line. SystemExit: with 0, for --help.
+    """
+    options, train_flags = make_parser().parse_known_args(argv)
+    config = with_vocabulary(parse_flags(train_flags))
+    if error := config.model.architecture_error():
+        raise ConfigError(error)
+    if options.objective == "cost" and options.price is None:
+        raise ConfigError("--objective cost needs the --price of a GPU and hour")
+    return options, config
+
+
+def with_vocabulary(config: Config) -> Config:
+    """With the vocabulary of its tokenizer, if none is set."""
+    if config.model.vocab_size is None:
+        from training.tokens import load_tokenizer
+
+        config.model.vocab_size = load_tokenizer(config.data.tokenizer).vocab_size
+    return config
+
+
+def parse_kept(words: list[str]) -> dict:
+    """``--keep`` as sizes and settings by name.
+
+    Raises:
+        ConfigError: for an unknown name, or a value that is none.
+    """
+    kept = {}
+    for word in words:
+        name, _, value = word.partition("=")
+        name = name.replace("-", "_")
+        if name not in KEPT or not value:
+            raise ConfigError(f"--keep {word} is not NAME=VALUE of one of {', '.join(KEPT)}")
+        if name not in ("pp_schedule", "activation_checkpoint"):
+            if not value.isdecimal() or (int(value) < 1 and name != "zero"):
+                raise ConfigError(f"--keep {word}: {value!r} is not a whole number above 0")
+            value = int(value)
+        kept[name] = value
+    # The recipe's own schema says which words and ZeRO stages there are.
+    sections = load_recipe("debug")
+    for section in (sections.layout, sections.memory):
+        known = {k: v for k, v in kept.items() if k in type(section).model_fields}
+        type(section)(**known)
+    return kept
+
+
+def memory_options(config: Config, cuda: bool = True) -> Options:
+    """What of a training decides about memory, beside the layout."""
+    size, optimizer = BYTES[config.step.dtype], config.optimizer
+    stored = 2 if optimizer.optimizer_state_dtype == "bfloat16" else max(4, size)
+    return Options(
+        seq_len=config.step.seq_len,
+        activation_checkpoint=config.memory.activation_checkpoint,
+        loss_chunks=config.memory.loss_chunks,
+        dtype_bytes=size,
+        prefetch=config.memory.prefetch,
+        moment_bytes=stored if optimizer.optimizer == "adamw" else 0,
+        cpu_offload=config.memory.cpu_offload,
+        compile=config.memory.compile,
+        cuda=cuda,
+    )
+
+
+def own_flags(config: Config, layout: str | None) -> dict:
+    """The layout of a training, or of the name, and its settings: of :meth:`Search.at`."""
+    flags = config.layout.model_dump(include={*DIMS, "zero", "pp_schedule"})
+    if layout:
+        sizes = parse_layout(layout)
+        flags |= {name: sizes[name] for name in DIMS}
+    memory = config.memory.model_dump(include={"activation_checkpoint", "loss_chunks"})
+    return {**flags, **memory, "batch_size": config.step.batch_size}
+
+
+def find_machine(options: argparse.Namespace) -> Machine:
+    """The machine that is planned for."""
+    known = {"node": options.gpus_per_node, "nic_gbs": options.nic}
+    calibration = None if options.calibrate or options.learn else options.calibration
+    gpu = options.gpu or ("" if calibration else "h100")
+    return load_machine(gpu, calibration, **{k: v for k, v in known.items() if v})
+
+
+def emit(config: Config, plan: Plan, file: Path) -> None:
+    """Write the training with the layout of a plan as a recipe.
+
+    Raises:
+        ConfigError: if it cannot be written, or is none by name.
+    """
+    if file.suffix != ".toml":
+        raise ConfigError(f"--emit {file}: name a file that ends in .toml")
+    config, x, o = config.model_copy(deep=True), plan.layout, plan.options
+    for name in (*DIMS, "zero", "pp_schedule"):
+        setattr(config.layout, name, getattr(x, name))
+    config.layout.sequence_parallel = "on" if o.sequence_parallel else "off"
+    config.memory.activation_checkpoint = o.activation_checkpoint
+    config.memory.loss_chunks = o.loss_chunks
+    config.step.batch_size = x.batch_size
+    try:
+        write_atomic(file, to_toml(config))
+    except OSError as error:
+        raise ConfigError(f"--emit {file} cannot be written: {error.strerror}") from None
+    print(f"written: {file}\nstart: torchrun ... train_llm.py --recipe {file}")
+
+
+def candidates(options: argparse.Namespace, node: int) -> list[int]:
+    """Numbers of GPUs to plan for, the most useful first."""
+    if options.have:
+        whole = options.have // node * node
+        return list(range(whole, 0, -node)) if whole else list(range(options.have, 0, -1))
+    counts = [options.gpus, options.gpus // 2, options.gpus // 4]
+    return [n for n in counts if n] if options.objective == "cost" else counts[:1]
+
+
+def find_plans(options, config: Config, machine: Machine, keep: dict) -> tuple[Search, list[Plan]]:
+    """The plans of the best number of GPUs, the best first."""
+    best = None
+    for gpus in candidates(options, machine.node):
+        search = Search(
+            config.model, machine, memory_options(config), config.step.global_batch_size
+        )
+        plans = search.all(gpus, keep, timed=not options.memory_only)
+        if best is None or (plans and not best[1]):
+            best = search, plans
+        elif plans and not options.memory_only:
+            report = Report(search, options.price)
+            now, then = (report.speed(x[0]) * x[0].layout.world_size for x in (plans, best[1]))
+            if options.objective == "cost":
+                now, then = -report.cost(plans[0]), -report.cost(best[1][0])
+            if now > then:
+                best = search, plans
+        # Fewer GPUs would have to be more than a tenth faster each.
+        if (
+            options.have
+            and best[1]
+            and (options.memory_only or gpus < 0.9 * best[1][0].layout.world_size)
+        ):
+            break
+    return best
+
+
+def explain(report: Report, plans: list[Plan], own: dict, gpus: int) -> list[str]:
+    """Why the first plan is first, and the layout of the training is not."""
+    search, lines = report.search, []
+    if plans:
+        others = [p for p in plans if p.structure != plans[0].structure]
+        lines += report.items(plans[0])
+        if others and plans[0].time:
+            lines.append(report.compare(plans[0], others[0], "the next structure"))
+    try:
+        mine = search.at(gpus, own)
+    except LayoutError as error:
+        return [*lines, f"your layout cannot be built: {error}"]
+    if plans and plans[0].time:
+        lines.append(report.compare(plans[0], mine, "your layout"))
+    if not search.fits(mine):
+        lines += report.items(mine)[:-1] + report.suggestions(own, mine)
+    return lines
+
+
+def plan(options: argparse.Namespace, config: Config) -> int:
+    """Print the plans; 1 if nothing fits."""
+    machine, keep = find_machine(options), parse_kept(options.keep)
+    search, plans = find_plans(options, config, machine, keep)
+    gpus = plans[0].layout.world_size if plans else options.have or options.gpus
+    report = Report(search, options.price)
+    own = own_flags(config, options.layout)
+    print(f"{gpus} x {machine.name}, {machine.node} to a node | {report.head(len(plans))}\n")
+    print("\n".join([*report.table(plans, options.top), ""]))
+    if not plans:
+        print(f"nothing fits {gpus} of them with --global-batch-size {search.global_batch_size}\n")
+    print("\n".join([*explain(report, plans, own, gpus), "", *report.rejected()]))
+    for line in report.warnings(plans[0]) if plans else []:
+        print(line)
+    if plans and options.emit:
+        emit(config, plans[0], options.emit)
+    return 0 if plans else 1
+
+
+def learn_from(options: argparse.Namespace, config: Config) -> int:
+    """``--learn``: fit the constants to runs, say which were wrong, and write them."""
+    machine, samples = find_machine(options), []
+    if options.calibration and options.calibration.is_file():
+        machine = load_machine(options.gpu or "", options.calibration)
+    for run in options.learn:
+        try:
+            seconds = measured_seconds(run)
+            config = with_vocabulary(load_recipe(str(run / "config.toml")))
+            world = json.loads((run / "run.json").read_text())["starts"][-1]["world_size"]
+        except (OSError, ValueError, KeyError, IndexError) as error:
+            raise ConfigError(f"--learn {run}: {error}") from None
+        search = Search(
+            config.model, machine, memory_options(config), config.step.global_batch_size
+        )
+        mine = search.at(world, own_flags(config, None))
+
+        def predict(constants, search=search, mine=mine) -> float:
+            changed = replace(machine, constants=constants)
+            stages = search.stages(mine.layout)
+            return step_time(search.model, mine.layout, mine.options, changed, stages).total
+
+        samples.append((predict, seconds))
+    machine, lines = learn(samples, machine)
+    file = options.calibration or Path("calibration.json")
+    runs = ", ".join(map(str, options.learn))
+    write_calibration(file, replace(machine, source=f"learnt from {runs}"))
+    print("\n".join([*lines, f"written: {file}"]))
+    return 0
+
+
+def dry_run_of(options: argparse.Namespace, config: Config) -> int:
+    """``--dry-run``: 1 if what the trainer builds differs from the formulas."""
+    own, world = own_flags(config, options.layout), options.gpus
+    if options.layout:
+        world = math.prod(parse_layout(options.layout).values())
+    for name in DIMS:
+        setattr(config.layout, name, own[name])
+    layout = check(config, Launch(0, world, 0, world))
+    from planner.dry_run import dry_run
+
+    return dry_run(config, layout)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The command; its exit code."""
+    try:
+        options, config = parse_command(sys.argv[1:] if argv is None else argv)
+        if options.calibrate:
+            from planner.calibrate import calibrate
+
+            return calibrate(config, find_machine, options)
+        if options.learn:
+            return learn_from(options, config)
+        if options.dry_run:
+            return dry_run_of(options, config)
+        return plan(options, config)
+    except (ConfigError, LayoutError) as error:
+        print(f"recipes.plan: error: {error}", file=sys.stderr)
+        return 2
+    except BrokenPipeError:
+        with contextlib.suppress(OSError):
+            sys.stdout.close()
+        return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
