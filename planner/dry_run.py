@@ -9,16 +9,15 @@ say exactly what all of them do. Torch-free until it traces (``planner/trace.py`
 from dataclasses import replace
 
 from parallel.layout import Layout, LayoutError
-from parallel.plan import DTYPE_BYTES, collectives, columns
+from parallel.plan import collectives, columns
 from parallel.stages import SCHEDULES, Stage, micro_batches_needed
 from planner.memory import (
-    Options,
-    block_bytes,
-    embedding_bytes,
-    head_bytes,
+    MicroBatch,
+    holding,
     in_flight,
-    loss_bytes,
     memory,
+    memory_options,
+    micro_batch_bytes,
     stage_parameters,
 )
 from training.config import Config
@@ -37,22 +36,15 @@ def formula(config: Config, layout: Layout, pp_rank: int) -> Numbers:
     """What the ranks at a coordinate of pp hold and send, as the planner has it."""
     model, seq_len, cuda = config.model, config.step.seq_len, on_cuda(config)
     plan = config.plan_options(cuda=cuda)
-    options = Options(
-        seq_len,
-        plan["sequence_parallel"],
-        plan["activation_checkpoint"],
-        plan["loss_chunks"],
-        DTYPE_BYTES[config.step.dtype],
-        moment_bytes=_moment_bytes(config),
-        cuda=cuda,
-    )
+    options = replace(memory_options(config, cuda), sequence_parallel=plan["sequence_parallel"])
     stages = layout.rank_stages(model, seq_len, pp_rank)
     all_of = memory(model, layout, options, stages)
+    micro = micro_batch_bytes(model, layout, options)
     found = {
         "parameters": all_of.parameters,
         "gradients": all_of.gradients,
         "optimizer state": all_of.optimizer,
-        "kept by a micro-batch": _kept_formula(config, layout, options, stages),
+        "kept by a micro-batch": _kept(config, micro, stages),
     }
     if layout.zero <= 1:
         found["gathered parameters"] = all_of.gathered
@@ -61,8 +53,10 @@ def formula(config: Config, layout: Layout, pp_rank: int) -> Numbers:
             whole = stage_parameters(model, replace(layout, dp=1, cp=1), stages)
             found[WHOLE] = max(4, options.dtype_bytes) * whole
     if stages:
-        received = all_of.buffers + _received_in_flight(config, layout, options, stages)
-        found["buffers to receive into"] = received
+        # Of those in flight the planner counts the buffer as the first input of the stage.
+        flights = in_flight(layout.pp_schedule, layout.pp, pp_rank, layout.micro_batches)
+        inputs = sum(n for n, stage in zip(flights, stages, strict=True) if not stage.first)
+        found["buffers to receive into"] = all_of.buffers + inputs * micro.boundary
     sent = collectives(model, layout, stages=stages, seq_len=seq_len, **plan)
     rows = [(c.dim, c.kind, c.bytes, c.count * c.units) for c in sent]
     # Loss and squared gradient norm, in float64.
@@ -83,38 +77,13 @@ def _numbers(held: Numbers, sent: list[tuple[str, str, int, int]]) -> Numbers:
     return found
 
 
-def _moment_bytes(config: Config) -> int:
-    if config.optimizer.optimizer == "sgd":
-        return 0
-    stored = config.optimizer.optimizer_state_dtype
-    return 2 if stored == "bfloat16" else max(4, DTYPE_BYTES[config.step.dtype])
-
-
-def _boundary(config: Config, layout: Layout, options: Options) -> int:
-    """Bytes of the hidden states of a micro-batch between two stages."""
-    tokens = layout.batch_size * options.seq_len // layout.cp
-    shards = layout.tp if options.sequence_parallel else 1
-    return options.dtype_bytes * tokens // shards * config.model.hidden_size
-
-
-def _kept_formula(config: Config, layout: Layout, options: Options, stages: list[Stage]) -> int:
-    model = config.model
-    block, total = block_bytes(model, layout, options), 0
-    for stage in stages or [Stage(0, 1, 0, range(model.num_hidden_layers))]:
-        total += len(stage.blocks) * block
-        if stage.first:
-            total += embedding_bytes(layout, options)
-        if stage.last:
-            total += head_bytes(model, layout, options) + loss_bytes(model, layout, options)[0]
-        else:
-            total += _boundary(config, layout, options)
+def _kept(config: Config, micro: MicroBatch, stages: list[Stage]) -> int:
+    """Bytes that a micro-batch leaves for its backward in the stages of a rank."""
+    total = 0
+    for blocks, first, last in holding(config.model, stages).stages:
+        total += blocks * micro.block + first * micro.embedding
+        total += micro.head + micro.loss_kept if last else micro.boundary
     return total
-
-
-def _received_in_flight(config, layout, options, stages) -> int:
-    flights = in_flight(layout.pp_schedule, layout.pp, stages[0].pp_rank, layout.micro_batches)
-    received = sum(n for n, stage in zip(flights, stages, strict=True) if not stage.first)
-    return received * _boundary(config, layout, options)
 
 
 def _line(points: dict[int, int], at: int) -> int:

@@ -8,12 +8,15 @@ what is computed in float32 or better.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from models.config import LlamaConfig
 from parallel.layout import Layout
-from parallel.plan import _chunks, _fsdp_units
+from parallel.plan import DTYPE_BYTES, _chunks, _fsdp_units
 from parallel.stages import Stage
+
+if TYPE_CHECKING:
+    from training.config import Config
 
 # Of one rank, in the order of a report.
 ITEMS = {
@@ -52,6 +55,23 @@ class Options:
     cpu_offload: bool = False
     compile: bool = False
     cuda: bool = True
+
+
+def memory_options(config: "Config", cuda: bool = True) -> Options:
+    """What of a training decides about memory, beside the layout."""
+    size, optimizer = DTYPE_BYTES[config.step.dtype], config.optimizer
+    stored = 2 if optimizer.optimizer_state_dtype == "bfloat16" else max(4, size)
+    return Options(
+        seq_len=config.step.seq_len,
+        activation_checkpoint=config.memory.activation_checkpoint,
+        loss_chunks=config.memory.loss_chunks,
+        dtype_bytes=size,
+        prefetch=config.memory.prefetch,
+        moment_bytes=stored if optimizer.optimizer == "adamw" else 0,
+        cpu_offload=config.memory.cpu_offload,
+        compile=config.memory.compile,
+        cuda=cuda,
+    )
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from pathlib import Path
 from parallel.layout import Launch, LayoutError, parse_layout
 from planner.learn import learn, measured_seconds
 from planner.machine import Machine, known_gpus, load_machine, write_calibration
-from planner.memory import Options
+from planner.memory import memory_options
 from planner.report import Report
 from planner.search import DIMS, Plan, Search
 from planner.time import step_time
@@ -28,7 +28,6 @@ from training.command_line import Parser, load_recipe, parse_flags, positive
 from training.config import Config, ConfigError, to_toml
 from training.files import write_atomic
 
-BYTES = {"bfloat16": 2, "float32": 4, "float64": 8}
 KEPT = (*DIMS, "zero", "pp_schedule", "batch_size", "activation_checkpoint", "loss_chunks")
 
 
@@ -120,23 +119,6 @@ def parse_kept(words: list[str]) -> dict:
         known = {k: v for k, v in kept.items() if k in type(section).model_fields}
         type(section)(**known)
     return kept
-
-
-def memory_options(config: Config, cuda: bool = True) -> Options:
-    """What of a training decides about memory, beside the layout."""
-    size, optimizer = BYTES[config.step.dtype], config.optimizer
-    stored = 2 if optimizer.optimizer_state_dtype == "bfloat16" else max(4, size)
-    return Options(
-        seq_len=config.step.seq_len,
-        activation_checkpoint=config.memory.activation_checkpoint,
-        loss_chunks=config.memory.loss_chunks,
-        dtype_bytes=size,
-        prefetch=config.memory.prefetch,
-        moment_bytes=stored if optimizer.optimizer == "adamw" else 0,
-        cpu_offload=config.memory.cpu_offload,
-        compile=config.memory.compile,
-        cuda=cuda,
-    )
 
 
 def own_flags(config: Config, layout: str | None) -> dict:
