@@ -58,7 +58,9 @@ def formula(config: Config, layout: Layout, pp_rank: int) -> Numbers:
         inputs = sum(n for n, stage in zip(flights, stages, strict=True) if not stage.first)
         found["buffers to receive into"] = all_of.buffers + inputs * micro.boundary
     sent = collectives(model, layout, stages=stages, seq_len=seq_len, **plan)
-    rows = [(c.dim, c.kind, c.bytes, c.count * c.units) for c in sent]
+    # Where a sequence is cut over all ranks, they are one group, also as shards.
+    names = {"dp x cp": "cp"} if layout.cp == layout.world_size else {}
+    rows = [(names.get(c.dim, c.dim), c.kind, c.bytes, c.count * c.units) for c in sent]
     # Loss and squared gradient norm, in float64.
     return _numbers(found, [*rows, ("all", "all_reduce", 16, 1)])
 

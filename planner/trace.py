@@ -76,7 +76,7 @@ def _operations_of(cuda: bool) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _fake_rank(layout: Layout, rank: int) -> Iterator[Ranks]:
+def fake_rank(layout: Layout, rank: int) -> Iterator[Ranks]:
     """A rank of a world of which only this process exists."""
     world = layout.world_size
     dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
@@ -128,7 +128,7 @@ def trace(config: Config, layout: Layout, pp_rank: int, blocks: int, *, cuda: bo
     config = config.model_copy(update={"model": short})
     options = config.plan_options(cuda=cuda) | config.memory.model_dump()
     options["dtype"] = getattr(torch, config.step.dtype)
-    with _fake_rank(layout, rank) as ranks, _operations_of(cuda):
+    with fake_rank(layout, rank) as ranks, _operations_of(cuda):
         with torch.device("meta"):
             model = Llama(short).to(start.parameter_dtype(config))
         parts = parallelize(model, ranks.mesh, zero=layout.zero, stages=stages, **options)

@@ -13,7 +13,14 @@ from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_sc
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from models.config import LlamaConfig
-from parallel.stages import SCHEDULES, balanced_blocks, bubble_fraction, make_stages
+from parallel.stages import (
+    SCHEDULES,
+    balanced_blocks,
+    bubble_fraction,
+    make_stages,
+    micro_batches_needed,
+)
+from planner.memory import in_flight
 from tests.launch import curve, rows, train
 from tests.toy import MODEL, deviation, train_toy
 from training.command_line import load_recipe
@@ -113,28 +120,41 @@ def bubble_of(table: dict[int, list], count: int) -> float:
     return 1 - sum(busy.values()) / len(table) / max(clock.values())
 
 
-def in_flight(actions: list) -> int:
-    """Most micro-batches whose hidden states a rank keeps at once, each stage for itself."""
+def largest_moments(actions: list) -> set[tuple[int, ...]]:
+    """Micro-batches whose hidden states a rank keeps for each of its stages, in order, at all
+    moments when it keeps most."""
     change = {"F": 1, "B": -1, "W": -1, "I": 0}
-    return max(itertools.accumulate(change[kind] for kind, _ in actions))
+    kept, moments = dict.fromkeys(sorted({stage for _, stage in actions}), 0), set()
+    for kind, stage in actions:
+        kept[stage] += change[kind]
+        moments.add(tuple(kept.values()))
+    most = max(map(sum, moments))
+    return {moment for moment in moments if sum(moment) == most}
 
 
 def played(schedule: str) -> list[tuple]:
-    """Sizes, bubble and most in flight on the first rank, of torch's own tables."""
+    """Sizes, bubble, and for each rank the largest moments, of torch's own tables."""
     found = []
-    for pp, m in [(pp, m * pp) for pp in (2, 4, 8) for m in (2, 3, 8)]:
-        table, count = table_of(schedule, pp, m)
-        found.append((pp, m, bubble_of(table, count), in_flight(table[0])))
+    for pp, m in [(pp, m * pp) for pp in (2, 4, 8) for m in (1, 2, 3, 8)]:
+        if not micro_batches_needed(schedule, pp, m):
+            table, count = table_of(schedule, pp, m)
+            moments = [largest_moments(table[rank]) for rank in range(pp)]
+            found.append((pp, m, bubble_of(table, count), moments))
     return found
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_bubble_and_micro_batches_in_flight(schedule, launched1):
-    """What stages.py and docs/parallelism.md say of a schedule is what it does."""
-    for pp, m, bubble, kept in launched1.run(played, schedule)[0]:
+    """What stages.py, the planner and docs/parallelism.md say of a schedule is what it does."""
+    found = launched1.run(played, schedule)[0]
+    assert {pp for pp, *_ in found} == {2, 4, 8}
+    for pp, m, bubble, moments in found:
         assert bubble == pytest.approx(bubble_fraction(schedule, pp, m), abs=1e-12)
+        for rank, largest in enumerate(moments):
+            assert in_flight(schedule, pp, rank, m) in largest, (pp, rank, m)
         documented = {"gpipe": m, "1f1b": pp, "interleaved": 3 * pp - 1, "zbv": 2 * pp}
-        assert kept == documented.get(schedule, 2 * pp + 1)
+        if m > pp:
+            assert sum(in_flight(schedule, pp, 0, m)) == documented.get(schedule, 2 * pp + 1)
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "interleaved", "zbv", "dualpipev"])
