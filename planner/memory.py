@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from models.config import LlamaConfig
 from parallel.layout import Layout
 from parallel.plan import DTYPE_BYTES, _chunks, _fsdp_units
-from parallel.stages import Stage
+from parallel.stages import SCHEDULES, Stage
 
 if TYPE_CHECKING:
     from training.config import Config
@@ -363,6 +363,10 @@ def rank_memory(
         gathered = min(held.blocks, 1 + ahead) * block + head
     else:
         gathered = whole - (embedding if zero == 2 else 0)
+    unsharded = (c + s) * block if zero >= 2 else s * (whole + block)
+    if layout.pp > 1 and c < s and SCHEDULES[layout.pp_schedule].splits_backward:
+        # Of weights, as they are computed: FSDP2 adds them to those in s at its next backward.
+        unsharded = max(unsharded, (c + s) * whole)
     m, flights, buffers = layout.micro_batches, (1,), 0
     if layout.pp > 1:
         flights = in_flight(layout.pp_schedule, layout.pp, held.pp_rank, m)
@@ -377,7 +381,7 @@ def rank_memory(
         gradients=s * stored,
         optimizer=2 * options.moment_bytes * stored,
         gathered=c * gathered,
-        unsharded_gradients=(c + s) * block if zero >= 2 else s * (whole + block),
+        unsharded_gradients=unsharded,
         activations=sum(
             n * (x[0] * micro.block + x[1] * micro.embedding + ends[not x[2]])
             for n, x in zip(flights, held.stages, strict=True)
