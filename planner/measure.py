@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from parallel.data_parallel import fsdp_units
@@ -34,6 +35,8 @@ class CountCollectives(TorchDispatchMode):
         self.found = collections.Counter()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if DTensor in types:
+            return NotImplemented  # and what it does with its local tensors comes here
         out = func(*args, **(kwargs or {}))
         space, _, name = func._schema.name.partition("::")
         if space in ("c10d", "_c10d_functional"):
@@ -136,6 +139,8 @@ class LiveBytes(TorchDispatchMode):
         self._alive = {}
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if DTensor in types:
+            return NotImplemented  # and what it does with its local tensors comes here
         out = func(*args, **(kwargs or {}))
         given = _storages(torch.utils._pytree.tree_leaves((args, kwargs)))
         for t in torch.utils._pytree.tree_leaves(out):
