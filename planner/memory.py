@@ -42,7 +42,7 @@ class Options:
         prefetch: blocks gathered ahead; None is FSDP2's own, at most one.
         moment_bytes: of an element of one of AdamW's moments; 0 for SGD.
         compile: blocks are compiled; what they then keep less is not counted on.
-        cuda: attention and norm are kernels of CUDA's; on a CPU they keep more.
+        cuda: attention is a kernel of CUDA's; with context parallelism a CPU's keeps more.
     """
 
     seq_len: int
@@ -193,16 +193,15 @@ def block_bytes(model: LlamaConfig, layout: Layout, options: Options) -> int:
 
     - none: input and inverse root of the two norms, c 2uTD + s 2uT; the inputs of the two regions,
       c 2TD; queries, keys, values and log-sum-exp of attention, c (q + 2k)T + s hT, and twice its
-      result, by heads and by tokens, c 2qT; and c 4fT of SwiGLU. Context parallelism keeps the keys
+      result, by heads and by tokens, c 2qT; and c 2fT of SwiGLU, gate and up. Context parallelism keeps the keys
       and values of the whole sequence.
     - full: the input, c uTD.
     - selective: that, the results of the matrix products, c (q + 2k + 2f + 2D)T, of attention,
       c qT + s hT, and of the collectives: c 2TD, or c (2TD + 2uTD) with sequence parallelism, and
       the gathered keys and values.
 
-    On a CPU a norm keeps its input and the normalised one in s, and attention with context
-    parallelism a mask for its later queries (of the first rank); on CUDA each attention keeps 24
-    bytes of a random state. Equal to what is measured on a CPU, and on fake tensors with the
+    On a CPU attention with context parallelism keeps a mask for its later queries (of the first
+    rank); on CUDA each attention keeps 24 bytes of a random state. Equal to what is measured on a CPU, and on fake tensors with the
     operations of CUDA (tests); not run there. A compiled block keeps no more.
     """
     c, s, d, cp = options.dtype_bytes, max(4, options.dtype_bytes), model.hidden_size, layout.cp
@@ -215,11 +214,11 @@ def block_bytes(model: LlamaConfig, layout: Layout, options: Options) -> int:
         if layout.tp > 1:
             kept += c * d * (2 * tokens + (2 * stream if options.sequence_parallel else 0))
         return kept + (c * 2 * k * cp * tokens if cp > 1 else 0)
-    norms = 2 * s * stream + (2 * c * stream * d if options.cuda else 4 * s * stream * d)
+    norms = 2 * stream * (s + c * d)
     attention = c * tokens * (3 * q + 2 * k * cp) + s * h * tokens + random_state
     if cp > 1 and not options.cuda:
         attention += c * options.seq_len * options.seq_len // (2 * cp)
-    return norms + 2 * c * tokens * d + attention + 4 * c * tokens * f
+    return norms + 2 * c * tokens * d + attention + 2 * c * tokens * f
 
 
 def embedding_bytes(layout: Layout, options: Options) -> int:
@@ -237,8 +236,7 @@ def head_bytes(model: LlamaConfig, layout: Layout, options: Options) -> int:
     """
     c, s, d = options.dtype_bytes, max(4, options.dtype_bytes), model.hidden_size
     tokens, stream = _tokens(layout, options)
-    norm = s * stream + (c * stream * d if options.cuda else 2 * s * stream * d)
-    return norm + c * tokens * d
+    return stream * (s + c * d) + c * tokens * d
 
 
 def loss_bytes(model: LlamaConfig, layout: Layout, options: Options) -> tuple[int, int]:
@@ -349,7 +347,8 @@ def rank_memory(
     FSDP2 (``parallel/data_parallel.py``): ZeRO-3 gathers the block that computes and the next, and
     keeps the head; ZeRO-2 keeps all blocks gathered, too, and ZeRO-1 and 0 also the embedding, and
     whole gradients in float32. Torch's pipeline holds a buffer per micro-batch for what each end
-    receives (``torch/distributed/pipelining/stage.py``).
+    receives (``torch/distributed/pipelining/stage.py``). A single dp rank computes with what it
+    stores, unless FSDP2 casts or offloads.
 
     Args:
         units: of :func:`unit_sizes`.
@@ -358,7 +357,11 @@ def rank_memory(
     block, embedding, head = units[0], held.first * units[1], held.last * units[2]
     whole = held.blocks * block + embedding + head
     stored = 0 if options.cpu_offload else whole // layout.shards
-    if zero == 3:
+    alone = layout.shards * layout.mesh_dims.get("dp_replicate", 1) == 1
+    plain = alone and c == s and not options.cpu_offload  # then there is no FSDP2
+    if plain:
+        gathered = 0
+    elif zero == 3:
         ahead = 1 if options.prefetch is None else options.prefetch
         gathered = min(held.blocks, 1 + ahead) * block + head
     else:
@@ -381,7 +384,7 @@ def rank_memory(
         gradients=s * stored,
         optimizer=2 * options.moment_bytes * stored,
         gathered=c * gathered,
-        unsharded_gradients=unsharded,
+        unsharded_gradients=0 if plain else unsharded,
         activations=sum(
             n * (x[0] * micro.block + x[1] * micro.embedding + ends[not x[2]])
             for n, x in zip(flights, held.stages, strict=True)

@@ -267,7 +267,8 @@ def test_what_activation_checkpointing_keeps(ranks1):
     (full,) = ranks1.run(kept_by_the_forward, SAVERS["full"])
     stream = 8 * SEQ_LEN * 64 * 4
     assert 4 * stream <= full <= 8 * stream
-    assert full < 0.2 * selective and selective < 0.6 * none, (full, selective, none)
+    # The difference, of each of two blocks: a normalised stream, and queries rotated.
+    assert full < 0.2 * selective and selective <= none - 4 * stream, (full, selective, none)
 
 
 def largest_logits(chunks: int) -> int:
