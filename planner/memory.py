@@ -193,16 +193,17 @@ def block_bytes(model: LlamaConfig, layout: Layout, options: Options) -> int:
 
     - none: input and inverse root of the two norms, c 2uTD + s 2uT; the inputs of the two regions,
       c 2TD; queries, keys, values and log-sum-exp of attention, c (q + 2k)T + s hT, and twice its
-      result, by heads and by tokens, c 2qT; and c 2fT of SwiGLU, gate and up. Context parallelism keeps the keys
-      and values of the whole sequence.
+      result, by heads and by tokens, c 2qT; and c 2fT of SwiGLU, gate and up. Context parallelism
+      keeps the keys and values of the whole sequence.
     - full: the input, c uTD.
     - selective: that, the results of the matrix products, c (q + 2k + 2f + 2D)T, of attention,
       c qT + s hT, and of the collectives: c 2TD, or c (2TD + 2uTD) with sequence parallelism, and
       the gathered keys and values.
 
     On a CPU attention with context parallelism keeps a mask for its later queries (of the first
-    rank); on CUDA each attention keeps 24 bytes of a random state. Equal to what is measured on a CPU, and on fake tensors with the
-    operations of CUDA (tests); not run there. A compiled block keeps no more.
+    rank); on CUDA each attention keeps 24 bytes of a random state. Equal to what is measured on a
+    CPU, and on fake tensors with the operations of CUDA (tests); not run there. A compiled block
+    keeps no more.
     """
     c, s, d, cp = options.dtype_bytes, max(4, options.dtype_bytes), model.hidden_size, layout.cp
     (tokens, stream), (q, k, f, h) = _tokens(layout, options), _widths(model, layout)
