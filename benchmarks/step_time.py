@@ -294,6 +294,7 @@ def report(found: dict[tuple[str, str], list[dict]]) -> list[dict]:
             "layout": name,
             "trainer": peer,
             "tokens_per_cpu_s": statistics.median(speeds),
+            "tokens_per_cpu_s_of_rounds": speeds,
             "spread": (max(speeds) - min(speeds)) / statistics.median(speeds),
             "tokens_per_s": statistics.median(r["tokens_per_s"] for r in rounds),
             "peak_bytes": statistics.median(r["peak_bytes"] for r in rounds),
