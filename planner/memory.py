@@ -261,14 +261,14 @@ def loss_bytes(model: LlamaConfig, layout: Layout, options: Options) -> tuple[in
     return c * table, max(s * table + c * d * tokens + max(logits, adding), (c + s) * table)
 
 
-def working_bytes(model: LlamaConfig, layout: Layout, options: Options) -> int:
+def working_bytes(model: LlamaConfig, layout: Layout, options: Options, facts: Facts = OURS) -> int:
     """Bytes of a block's backward beside what its forward kept: what is computed again, and the
     gradients of three tensors of the feed-forward and two of the stream at a time."""
     tokens, f = _tokens(layout, options)[0], _widths(model, layout)[2]
-    again = 0
+    again, kept = 0, facts.block_bytes or block_bytes
     if options.activation_checkpoint != "none":
-        whole = block_bytes(model, layout, replace(options, activation_checkpoint="none"))
-        again = max(0, whole - block_bytes(model, layout, options))
+        whole = kept(model, layout, replace(options, activation_checkpoint="none"))
+        again = max(0, whole - kept(model, layout, options))
     return again + options.dtype_bytes * tokens * (3 * f + 2 * model.hidden_size)
 
 
@@ -320,7 +320,7 @@ def micro_batch_bytes(
         options.dtype_bytes * stream * model.hidden_size,
         kept,
         largest,
-        working_bytes(model, layout, options),
+        working_bytes(model, layout, options, facts),
     )
 
 

@@ -2,10 +2,10 @@
 
     python -m recipes.plan --recipe llama3_70b --gpu h100 --gpus 256
 
-Memory is by the formulas that the tests hold equal to the trainer, time by a table of GPUs or a
-calibration. Flags of train_llm.py (--recipe, --seq-len, --global-batch-size, --compile, model
-fields, ...) say what is trained; its layout is the one that is compared with. Exit codes: 0 there
-is a plan, 1 nothing fits or a check failed, 2 bad input.
+Memory is by the formulas that the tests hold equal to the trainer, time by a table of GPUs or
+constants fitted to runs. Flags of train_llm.py (--recipe, --seq-len, --global-batch-size,
+--compile, model fields, ...) say what is trained; its layout is the one that is compared with. Exit
+codes: 0 there is a plan, 1 nothing fits or a check failed, 2 bad input.
 """
 
 import argparse
@@ -60,13 +60,7 @@ def make_parser() -> Parser:
         help="build --layout on one process without memory, and compare with the formulas",
     )
     add("--calibration", type=Path, metavar="FILE",
-        help="constants of a machine; written by --calibrate and --learn (default with them: "
-        "calibration.json)")  # fmt: skip
-    add(
-        "--calibrate",
-        action="store_true",
-        help="measure this machine, about a minute; with torchrun also its network",
-    )
+        help="constants of a machine; --learn writes them (default: calibration.json)")  # fmt: skip
     add("--learn", type=Path, nargs="+", metavar="RUN",
         help="fit the constants to the step times of run directories")  # fmt: skip
     return parser
@@ -134,7 +128,7 @@ def own_flags(config: Config, layout: str | None) -> dict:
 def find_machine(options: argparse.Namespace) -> Machine:
     """The machine that is planned for."""
     known = {"node": options.gpus_per_node, "nic_gbs": options.nic}
-    calibration = None if options.calibrate or options.learn else options.calibration
+    calibration = None if options.learn else options.calibration
     gpu = options.gpu or ("" if calibration else "h100")
     return load_machine(gpu, calibration, **{k: v for k, v in known.items() if v})
 
@@ -283,10 +277,6 @@ def main(argv: list[str] | None = None) -> int:
     """The command; its exit code."""
     try:
         options, config = parse_command(sys.argv[1:] if argv is None else argv)
-        if options.calibrate:
-            from planner.calibrate import calibrate
-
-            return calibrate(config, find_machine, options)
         if options.learn:
             return learn_from(options, config)
         if options.dry_run:

@@ -1,0 +1,139 @@
+"""The planner: its formulas beside published runs, what must hold of any plan, and the command."""
+
+import itertools
+import statistics
+import subprocess
+import sys
+
+import pytest
+
+from benchmarks import planner_accuracy
+from parallel.layout import make_layout
+from planner.memory import Options, memory
+from recipes.plan import main
+from tests.launch import REPO, run_main
+from tests.ranks import free_port
+from training.command_line import load_recipe
+
+LLAMA_70B = ["--recipe", "llama3_70b", "--gpu", "h100", "--gpus", "256"]
+
+
+@pytest.fixture(scope="module")
+def rows():
+    return planner_accuracy.read_rows(planner_accuracy.ROWS)
+
+
+def test_memory_of_published_runs(rows):
+    sizes = [abs(error) for _, error in planner_accuracy.memory_errors(rows, "torchtitan")]
+    assert len(sizes) == 18 and statistics.mean(sizes) <= 0.04 and max(sizes) <= 0.13
+    sizes = [abs(error) for _, error in planner_accuracy.memory_errors(rows, "nanotron")]
+    assert len(sizes) == 12 and statistics.mean(sizes) <= 0.07
+    labels = planner_accuracy.memory_labels(rows)
+    assert len(labels) == 23 and statistics.mean((x > 1) == out for _, x, out in labels) >= 0.9
+
+
+def test_step_times_of_published_runs(rows):
+    """Of dgxc by constants fitted to every fourth row; Hagemann's by their order in a sweep."""
+    constants, others = planner_accuracy.calibrate(planner_accuracy.timed(rows, "dgxc"))
+    errors = planner_accuracy.time_errors(others, constants)
+    assert len(errors) == 19 and statistics.median(abs(e) for _, e in errors) <= 0.02
+    sweeps = planner_accuracy.timed(rows, "hagemann")
+    constants, _ = planner_accuracy.calibrate(sweeps)
+    correlations, regrets = planner_accuracy.rankings(sweeps, constants)
+    assert len(correlations) == 2
+    assert min(correlations) >= 0.85 and statistics.median(regrets) <= 0.02
+
+
+def test_memory_never_grows_with_what_saves_it():
+    """More dp shards, more tp with sequence parallelism, full checkpointing, loss chunks."""
+    model = load_recipe("llama3_8b").model
+    model.vocab_size = 128256
+
+    def total(tp: int, dp: int, checkpoint: str, chunks: int) -> int:
+        layout = make_layout(world_size=tp * dp, tp=tp, global_batch_size=64, batch_size=1, zero=3)
+        options = Options(8192, tp > 1, checkpoint, loss_chunks=chunks)
+        return memory(model, layout, options).total
+
+    axes = ([1, 2, 4, 8], [1, 2, 8, 64], ["none", "full"], [1, 8])
+    found = {key: total(*key) for key in itertools.product(*axes)}
+    for key, size in found.items():
+        for i, axis in enumerate(axes):
+            at = axis.index(key[i])
+            if at + 1 < len(axis):
+                more = found[(*key[:i], axis[at + 1], *key[i + 1 :])]
+                assert more <= size, (key, axis[at + 1])
+
+
+def test_a_plan_without_torch():
+    code = "import sys; from recipes.plan import main; main(sys.argv[1:]); "
+    code += "sys.exit('torch' in sys.modules)"
+    subprocess.run(
+        [sys.executable, "-c", code, *LLAMA_70B, "--memory-only"],
+        check=True, cwd=REPO, stdout=subprocess.DEVNULL,
+    )  # fmt: skip
+
+
+def test_the_table_and_its_reasons(capsys):
+    """A layout that does not fit is told what to change, and says what is not validated."""
+    assert main([*LLAMA_70B, "--seq-len", "8192", "--layout", "pp2-dp16-tp8"]) == 0
+    out = capsys.readouterr().out
+    assert "your layout (pp2-dp16-tp8) takes" in out and "so that it fits" in out
+    assert "not in the table:" in out and "not validated: " in out
+    assert main([*LLAMA_70B, "--keep", "tp=8", "pp=1"]) == 0
+    table = capsys.readouterr().out.split("\n\n")[1].splitlines()[1:]
+    assert table and all("tp8" in line or "x8 " in line for line in table), table
+
+
+def test_every_suggestion_fits(capsys):
+    assert main([*LLAMA_70B, "--layout", "pp2-dp16-tp8"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    first = next(i for i, line in enumerate(lines) if line.startswith("so that it fits")) + 1
+    suggested = list(itertools.takewhile(lambda line: line.startswith("  --"), lines[first:]))
+    assert suggested
+    for line in suggested:
+        flags = line.split("  ")[1].strip().split()
+        own = ["--layout", "pp2-dp16-tp8"]
+        if flags[0] in ("--pp", "--cp", "--tp"):
+            sizes = {"pp": 2, "cp": 1, "tp": 8} | {flags[0][2:]: int(flags[1])}
+            dp = 256 // (sizes["pp"] * sizes["cp"] * sizes["tp"])
+            name = "pp{pp}-dp{dp}-cp{cp}-tp{tp}".format(dp=dp, **sizes)
+            own, flags = ["--layout", name], flags[2:]
+        assert main([*LLAMA_70B, *own, *flags]) == 0
+        assert "so that it fits" not in capsys.readouterr().out, line
+
+
+@pytest.mark.parametrize(
+    ("argv", "fault"),
+    [
+        (["--keep", "tp"], "--keep tp is not NAME=VALUE"),
+        (["--gpu", "h10"], "h10"),
+        (["--emit", "plan.txt"], "--emit plan.txt: name a file that ends in .toml"),
+        (["--learn", "no/such"], "--learn no/such"),
+    ],
+)
+def test_refusals(argv, fault, capsys):
+    assert main(argv) == 2
+    err = capsys.readouterr().err
+    assert fault in err and err.count("\n") == 1
+
+
+def test_an_emitted_recipe_trains(launched4, tmp_path, capsys):
+    file = tmp_path / "plan.toml"
+    small = ["--num-hidden-layers", "4", "--seq-len", "32", "--global-batch-size", "8"]
+    plan = ["--recipe", "debug", "--gpus", "4", "--keep", "tp=2", "pp=2", *small]
+    assert main([*plan, "--emit", str(file)]) == 0
+    name = "pp2-dp1-tp2"
+    assert name in capsys.readouterr().out
+    argv = [
+        "--recipe",
+        str(file),
+        "--steps",
+        "1",
+        "--warmup-steps",
+        "1",
+        "--run-dir",
+        str(tmp_path / "run"),
+    ]
+    code, out = launched4.run(run_main, argv, free_port())[0]
+    assert code == 0, out
+    assert (tmp_path / "run" / "checkpoints" / "step-00000001").is_dir()
