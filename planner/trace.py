@@ -44,21 +44,6 @@ class Traced:
     sent: dict[tuple[str, str, int], int]
 
 
-class _Norm(torch.autograd.Function):
-    """What CUDA's RMSNorm keeps, in one kernel; a CPU has none."""
-
-    @staticmethod
-    def forward(ctx, x, weight):
-        root = x.new_empty(x.shape[:-1], dtype=torch.promote_types(x.dtype, torch.float32))
-        ctx.save_for_backward(x, weight, root)
-        return torch.empty_like(x)
-
-    @staticmethod
-    def backward(ctx, grad):
-        x, weight, _ = ctx.saved_tensors
-        return torch.empty_like(x), torch.empty_like(weight)
-
-
 def _flash_attention(q: Tensor, k: Tensor, v: Tensor, **_) -> Tensor:
     """The operation that a GPU chooses, for a causal mask that ends at the last key."""
     return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True)[0]
@@ -70,8 +55,7 @@ def _operations_of(cuda: bool) -> Iterator[None]:
         yield
         return
     # torch chooses by the device, and without CUDA it has no fake tensors that can compute there.
-    norm = mock.patch.object(F, "rms_norm", lambda x, _, weight, eps: _Norm.apply(x, weight))
-    with norm, mock.patch.object(F, "scaled_dot_product_attention", _flash_attention):
+    with mock.patch.object(F, "scaled_dot_product_attention", _flash_attention):
         yield
 
 
@@ -117,7 +101,7 @@ def trace(config: Config, layout: Layout, pp_rank: int, blocks: int, *, cuda: bo
     Args:
         layout: its micro-batches are run.
         blocks: of each stage of the rank, or of the model.
-        cuda: with CUDA's norm and attention, and otherwise a CPU's. Nothing runs on either.
+        cuda: with CUDA's attention, and otherwise a CPU's. Nothing runs on either.
     """
     rank, seq_len = pp_rank * layout.world_size // layout.pp, config.step.seq_len
     stages = [
