@@ -3,7 +3,8 @@
     python -m benchmarks.planner_accuracy --rows tests/planner_rows.csv
 
 Rows are those of other trainers: what these do in another way is said here, from their sources and
-papers, and fitted to no row. --residuals prints every row. Torch-free.
+papers (Hagemann's: github.com/Aleph-Alpha/scaling), and fitted to no row. --residuals prints every
+row. Torch-free.
 """
 
 import collections
@@ -37,8 +38,8 @@ FLOAT_LOGITS, KEPT_LOGITS, LOSS_PARALLEL, COMPILED_LOSS = 12.3, 14.3, 22.3, 6.3
 # An RMSNorm of single operations reads and writes about 30 bytes an element more than a fused one.
 UNFUSED_STREAM_BYTES = 28 + 2 * 30
 # Bytes per parameter whole on each rank, and of those that ZeRO-1 shares out: 16-bit weights,
-# gradients in float32 and for nanotron also in 16 bits; master weights and moments.
-WHOLE, SHARED = {"nanotron": 2 + 4 + 2, "hagemann": 2 + 4}, 12
+# gradients, for nanotron in float32 and in 16 bits; master weights and moments.
+WHOLE, SHARED = {"nanotron": 2 + 4 + 2, "hagemann": 2 + 2}, 12
 
 
 @dataclass(frozen=True)
@@ -86,11 +87,11 @@ def _block_bytes(cells: dict):
             scattered = 2 * x if t > 1 else 0 if options.compile else x
             matrices = 2 * (d + k) / t + 2 * d / t + 2 * f / t
             return round(tokens * (x + matrices + heads + scattered))
-        # Megatron-LM gathers the input of a region again for the backward; others keep it.
-        gathered = x if source == "hagemann" else 2 * d
-        total = 2 * x + 2 * gathered + 2 * (d + 2 * k) / t + 2 * d / t + heads + 8 * f / t + 8 / u
-        if source == "hagemann" and "RMS" not in cells["note"]:
-            total += 2 * 6 * d / u
+        # The gathered input of each region is kept, not gathered again as Megatron-LM does.
+        total = 2 * x + 4 * d + 2 * (d + 2 * k) / t + 2 * d / t + heads + 8 * f / t + 8 / u
+        if source == "hagemann":
+            total += 2 * d / t  # the result of attention, by heads and by tokens
+            total += 0 if "RMS" in cells["note"] else 2 * 6 * d / u
         return round(tokens * total)
 
     return kept if source in ("torchtitan", "nanotron", "hagemann") else block_bytes
@@ -98,12 +99,15 @@ def _block_bytes(cells: dict):
 
 def _facts(cells: dict, tp: int, bubble: float) -> Facts:
     source = cells["source"].split("-")[0]
-    logits = LOSS_PARALLEL if tp > 1 else KEPT_LOGITS
-    if "2025" in cells["source"]:
-        logits = COMPILED_LOSS
+    logits = FLOAT_LOGITS
+    if source == "torchtitan":
+        logits = LOSS_PARALLEL if tp > 1 else KEPT_LOGITS
+        logits = COMPILED_LOSS if "2025" in cells["source"] else logits
+    elif source == "hagemann":
+        logits = KEPT_LOGITS * tp  # whole ones, gathered by each rank
     unfused = source == "hagemann" and "RMS" not in cells["note"]
     return Facts(
-        logit_bytes=logits if source == "torchtitan" else FLOAT_LOGITS,
+        logit_bytes=logits,
         block_bytes=_block_bytes(cells),
         stream_bytes=UNFUSED_STREAM_BYTES if unfused else 28,
         bubble=bubble,
@@ -113,9 +117,9 @@ def _facts(cells: dict, tp: int, bubble: float) -> Facts:
 def read_row(cells: dict) -> Row:
     """A row of the file in our terms.
 
-    A feed-forward without gate counts as a SwiGLU with as many weights. Stages are even, but for
-    Hagemann's, whose trainer balances them, as ours does. A pipeline whose micro-batch is not
-    stated has as many as stages, torchtitan's default then.
+    A feed-forward without gate counts as a SwiGLU with as many weights. Stages are balanced as ours
+    are, those of dgxc even, and Hagemann's even with embedding, norm and head counted as blocks. A
+    pipeline whose micro-batch is not stated has as many as stages, torchtitan's default then.
     """
 
     def whole(name: str, default: int = 1) -> int:
@@ -140,13 +144,21 @@ def read_row(cells: dict) -> Row:
     compiled = cells["compile"] != "0" if source == "dgxc" else cells["compile"] == "1"
     parallel = tp > 1 and (cells["sp"] == "1" or source == "torchtitan")
     options = Options(seq_len, parallel, checkpoint, compile=compiled)
-    n, layers = pp * chunks, model.num_hidden_layers
-    stages = [Stage(i, n, i % pp, range(i * layers // n, (i + 1) * layers // n)) for i in range(n)]
-    if source != "dgxc" and pp > 1:
-        stages = make_stages(model, layout.pp_schedule, pp, seq_len)
     bubble = (pp - 1) / (chunks * layout.micro_batches + pp - 1)
     facts = _facts(cells, tp, bubble)
-    return Row(cells, model, layout, options, stages if pp > 1 else [], facts)
+    stages = _stages(source, model, layout, chunks, seq_len) if pp > 1 else []
+    return Row(cells, model, layout, options, stages, facts)
+
+
+def _stages(source: str, model: LlamaConfig, layout: Layout, chunks: int, seq_len: int) -> list:
+    if source not in ("dgxc", "hagemann"):
+        return make_stages(model, layout.pp_schedule, layout.pp, seq_len)
+    n, layers = layout.pp * chunks, model.num_hidden_layers
+    ends = [i * layers // n for i in range(n + 1)]
+    if source == "hagemann":
+        size, longer = divmod(layers + 3, n)
+        ends = [min(layers, max(0, i * size + min(i, longer) - 1)) for i in range(n + 1)]
+    return [Stage(i, n, i % layout.pp, range(*ends[i : i + 2])) for i in range(n)]
 
 
 def read_rows(file: Path) -> list[Row]:
