@@ -109,10 +109,9 @@ class Layout:
     @property
     def mesh_dims(self) -> dict[str, int]:
         """Names and sizes of the mesh, outermost first; only dp and tp exist with a size of 1."""
-        # ZeRO-0 shares out nothing: every dp rank is a replica.
-        replicate, shard = (self.dp, 1) if self.zero == 0 else (self.dp_replicate, self.dp)
+        shard = self.shards // self.cp
         dims = {
-            "pp": self.pp, "dp_replicate": replicate, "dp": shard, "cp": self.cp, "tp": self.tp
+            "pp": self.pp, "dp_replicate": self.replicas, "dp": shard, "cp": self.cp, "tp": self.tp
         }  # fmt: skip
         return {name: size for name, size in dims.items() if size > 1 or name in ("dp", "tp")}
 
@@ -120,6 +119,11 @@ class Layout:
     def shards(self) -> int:
         """Ranks among which FSDP2 shards: those of dp and cp."""
         return (1 if self.zero == 0 else self.dp) * self.cp
+
+    @property
+    def replicas(self) -> int:
+        """Ranks that hold the same shard: with ZeRO-0, which shares out nothing, all of dp."""
+        return self.dp if self.zero == 0 else self.dp_replicate
 
     @property
     def name(self) -> str:
@@ -192,12 +196,14 @@ def _fill_pipeline(
     Raises:
         LayoutError: if the schedule needs other micro-batches than the ``share`` of a rank gives.
     """
+    needed = micro_batches_needed(schedule, pp, share // (batch_size or 1))
+    if batch_size and not needed:
+        return batch_size
     sizes = [b for b in range(1, share + 1) if share % b == 0]
     fits = [b for b in sizes if not micro_batches_needed(schedule, pp, share // b)]
-    needed = micro_batches_needed(schedule, pp, share // (batch_size or 1))
-    if batch_size in fits or (batch_size is None and fits):
+    if batch_size is None and fits:
         full = [b for b in fits if share // b >= 2 * pp]
-        return batch_size or (max(full) if full else min(fits))
+        return max(full) if full else min(fits)
     of = f"--pp {pp} with --pp-schedule {schedule} needs {needed}"
     if fits:
         raise LayoutError(

@@ -141,7 +141,7 @@ def collectives(
         for why, numel in _compressed(model, grad_compression):
             add("all", "dp", "all_reduce", f"gradients: {why}", 1, numel * each, 1)
         return found
-    dp, replicas = layout.shards, layout.mesh_dims.get("dp_replicate", 1)
+    dp, replicas = layout.shards, layout.replicas
     name = "dp x cp" if layout.cp > 1 else "dp"
     for unit, numel, gathers in _fsdp_units(model, layout):
         if dp > 1:

@@ -1,5 +1,6 @@
 """Pipeline stages: which blocks and ranks they are, and what each schedule asks for. Torch-free."""
 
+import itertools
 from dataclasses import dataclass
 
 from models.config import LlamaConfig
@@ -102,21 +103,24 @@ def balanced_blocks(model: LlamaConfig, stages: int, seq_len: int) -> list[range
     even = -(-layers // stages)
     slowest_even = max(even * block, (layers // stages) * block + head)
     longest = slowest_even // block
-    # best[n]: the best cut of the first n blocks into the stages so far, and how bad it is.
-    best = {0: ((0, 0, 0), [])}
+    # best[n]: how bad the best cut of the first n blocks into the stages so far is, and its ends.
+    best = {0: ((0, 0, 0), (0,))}
     for stage in range(stages):
+        costs = [cost(blocks, stage) for blocks in range(longest + 1)]
         longer = {}
         for end in range(stage + 1, layers - (stages - 1 - stage) + 1):
             options = []
-            for start, ((slowest, largest, squares), cuts) in best.items():
-                if start < end <= start + longest:
-                    time, size, square = cost(end - start, stage)
+            for start in range(max(0, end - longest), end):
+                if start in best:
+                    (slowest, largest, squares), ends = best[start]
+                    time, size, square = costs[end - start]
                     found = max(slowest, time), max(largest, size), squares + square
-                    options.append((found, [*cuts, range(start, end)]))
+                    options.append((found, ends))
             if options:
-                longer[end] = min(options, key=lambda option: option[0])
+                found, ends = min(options, key=lambda option: option[0])
+                longer[end] = found, (*ends, end)
         best = longer
-    return best[layers][1]
+    return [range(*ends) for ends in itertools.pairwise(best[layers][1])]
 
 
 def bubble_fraction(schedule: str, pp: int, micro_batches: int) -> float:

@@ -117,7 +117,9 @@ class Memory:
     @property
     def total(self) -> int:
         """The larger of loss and working set, and all the rest."""
-        return sum(vars(self).values()) - min(self.loss, self.working)
+        states = self.parameters + self.gradients + self.optimizer
+        whole = self.gathered + self.unsharded_gradients
+        return states + whole + self.activations + self.buffers + max(self.loss, self.working)
 
     @property
     def largest(self) -> str:
@@ -358,7 +360,7 @@ def rank_memory(
     block, embedding, head = units[0], held.first * units[1], held.last * units[2]
     whole = held.blocks * block + embedding + head
     stored = 0 if options.cpu_offload else whole // layout.shards
-    alone = layout.shards * layout.mesh_dims.get("dp_replicate", 1) == 1
+    alone = layout.shards * layout.replicas == 1
     plain = alone and c == s and not options.cpu_offload  # then there is no FSDP2
     if plain:
         gathered = 0

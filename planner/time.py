@@ -91,8 +91,8 @@ def step_time(
     """Of one optimizer step; the communication is what the plan counts (``parallel/plan.py``).
 
     A rank's transfers for tp and cp wait; those of FSDP hide under the computing of the same
-    micro-batch, up to a part of it, but for the first unit; a quarter of those between pipeline
-    stages shows.
+    micro-batch, and under the waiting for its host, up to a part of that, but for the first unit;
+    a quarter of those between pipeline stages shows.
 
     Args:
         stages: of the whole pipeline.
@@ -113,7 +113,7 @@ def step_time(
         return n * (block + tp + cp + waits) + first * ends[0] + last * (ends[1] + head)
 
     n, first, last = max(_held(model, layout, stages), key=seconds)
-    compute = n * block + last * head
+    compute, units = n * block + last * head, {"block": n, "embedding": first, "head": last}
     bubble = facts.bubble
     if bubble is None:
         bubble = bubble_fraction(layout.pp_schedule, layout.pp, m) if layout.pp > 1 else 0.0
@@ -121,7 +121,7 @@ def step_time(
     return Time(
         compute=m * compute,
         tp=m * (n * tp + first * ends[0] + last * ends[1]) + sent["all", "tp"],
-        fsdp=_fsdp_seconds(sent, {"block": n, "embedding": first, "head": last}, compute, m, c),
+        fsdp=_fsdp_seconds(sent, units, c.overlap * (compute + n * waits), m),
         cp=m * n * cp,
         pp=_between_seconds(model, layout, options, machine, stages),
         bubble=m * seconds((n, first, last)) * bubble / (1 - bubble),
@@ -143,13 +143,12 @@ def _held(model: LlamaConfig, layout: Layout, stages: Sequence[Stage]) -> set[tu
 def _sent_seconds(model, layout, options, machine) -> collections.defaultdict:
     """Seconds of a step, by unit and mesh dim; those of FSDP also by how often: a unit of what a
     micro-batch sends, as "each", or a step, as "once"."""
-    ranks = layout.tp * layout.cp * layout.mesh_dims["dp"]
     dims = {
         "tp": (layout.tp, 1),
         "cp": (layout.cp, layout.tp),
-        "dp": (layout.mesh_dims["dp"], layout.tp),
+        "dp": (layout.shards, layout.tp),
         "dp x cp": (layout.shards, layout.tp),
-        "dp_replicate": (layout.mesh_dims.get("dp_replicate", 1), ranks),
+        "dp_replicate": (layout.replicas, layout.tp * layout.shards),
     }
     found = collections.defaultdict(float)
     for row in collectives(
@@ -170,13 +169,13 @@ def _sent_seconds(model, layout, options, machine) -> collections.defaultdict:
     return found
 
 
-def _fsdp_seconds(sent, units: dict[str, int], compute: float, m: int, constants) -> float:
-    """What shows of FSDP's transfers: one unit's, or what the computing does not cover."""
+def _fsdp_seconds(sent, units: dict[str, int], hidden: float, m: int) -> float:
+    """What shows of FSDP's transfers: one unit's, or what a micro-batch does not hide."""
     total = 0.0
     for often, times in (("each", m), ("once", 1)):
         seconds = sum(n * sent[unit, often] for unit, n in units.items()) / times
         one = seconds / max(1, sum(units.values()))
-        total += times * max(one, seconds - constants.overlap * compute)
+        total += times * max(one, seconds - hidden)
     return total
 
 

@@ -4,12 +4,16 @@ import itertools
 import statistics
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
 from benchmarks import planner_accuracy
 from parallel.layout import make_layout
+from planner import report
+from planner.machine import load_machine
 from planner.memory import Options, memory
+from planner.search import Search
 from recipes.plan import main
 from tests.launch import REPO, run_main
 from tests.ranks import free_port
@@ -42,6 +46,70 @@ def test_step_times_of_published_runs(rows):
     correlations, regrets = planner_accuracy.rankings(sweeps, constants)
     assert len(correlations) == 2
     assert min(correlations) >= 0.85 and statistics.median(regrets) <= 0.02
+
+
+def test_nine_of_ten_published_runs_are_within_the_intervals(rows):
+    """Those that the command prints, of the excerpt."""
+    within, chosen = planner_accuracy.nine_in_ten, {"memory": ([], [])}
+    for source in ("torchtitan", "nanotron"):
+        for row, error in planner_accuracy.memory_errors(rows, source):
+            x = row.layout
+            chosen["memory"][x.pp > 1 or x.tp > 1 or x.cp > 4].append((row, error))
+    for errors, interval in zip(chosen["memory"], report.MEMORY_ERRORS, strict=True):
+        assert len(errors) >= 10 and within(errors) <= interval
+    for source in ("dgxc", "hagemann"):
+        timed = planner_accuracy.timed(rows, source)
+        constants, others = planner_accuracy.calibrate(timed)
+        table, fitted = report.TIME_ERRORS
+        assert within(planner_accuracy.time_errors(timed, None)) <= table
+        assert within(planner_accuracy.time_errors(others, constants)) <= fitted
+
+
+@pytest.fixture(scope="module")
+def search():
+    model = load_recipe("llama3_8b").model
+    model.vocab_size = 128256
+    return Search(model, load_machine("h100"), Options(8192), global_batch_size=64)
+
+
+def test_every_layout_is_planned_or_rejected_with_a_reason(search):
+    """Those that are tried are all that can be built, and each that is left out says why."""
+    plans = search.all(16, {})
+    names = {plan.structure for plan in plans}
+    assert {(1, 1, 16, 1, 1), (2, 1, 1, 1, 8), (1, 2, 2, 2, 2)} <= names
+    assert all(search.fits(plan) and plan.time.total > 0 for plan in plans)
+    assert search.rejected and all(why.strip() for why in search.rejected)
+    again = Search(search.model, search.machine, search.options, 64)
+    built = sum(1 for _ in again.layouts(16, {}))
+    too_big = sum(n for why, n in search.rejected.items() if why.startswith("too much memory"))
+    assert len(plans) + too_big == built
+    assert search.rejected.total() == again.rejected.total() + too_big
+
+
+@pytest.mark.parametrize("faster", ["matmul_tflops", "hbm_tbs", "link_gbs", "peer_gbs", "nic_gbs"])
+def test_time_never_grows_with_speed(search, faster):
+    """Of the machine: whole steps, on one node and on several."""
+    for gpus in (8, 16):
+        for plan in search.all(gpus, {})[::7]:
+            machine = replace(search.machine, **{faster: 2 * getattr(search.machine, faster)})
+            better = Search(search.model, machine, search.options, 64).timed(plan)
+            assert better.time.total <= plan.time.total, plan.layout.name
+
+
+def test_equal_dims_cost_the_same_by_any_name(search):
+    """Replicas of one shard are ZeRO-0, and a collective does not ask for the name of its dim."""
+    sizes = {"world_size": 16, "tp": 2, "batch_size": 1}
+    zero = search.layout(**sizes, zero=0)
+    replicas = replace(zero, zero=1, dp=1, dp_replicate=8)
+    plans = [search.timed(search.plan(layout, ("none", 1))) for layout in (zero, replicas)]
+    assert plans[0].memory == plans[1].memory and plans[0].time == plans[1].time
+    # One pass over twice the micro-batches: all but the optimizer takes twice as long.
+    once = search.layout(**sizes)
+    twice = replace(once, micro_batches=2 * once.micro_batches)
+    a, b = (vars(search.timed(search.plan(x, ("none", 1))).time) for x in (once, twice))
+    for item in ("compute", "tp", "cp", "host"):
+        assert b[item] == pytest.approx(2 * a[item], rel=1e-3)
+    assert b["optimizer"] == a["optimizer"]
 
 
 def test_memory_never_grows_with_what_saves_it():
