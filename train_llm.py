@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 import time
+from functools import partial
 
 from training.checks import load_config
 from training.config import step_range
@@ -55,8 +56,8 @@ def main() -> None:
         start.check_data(config, data, checkpoint)
         start.begin_run(config, layout, ranks, run, checkpoint)
 
-    progress = Progress()
-    reporting = ending.reporting(run, config, layout, ranks, checkpoint, progress)
+    progress, prediction = Progress(), start.predict_run(config, layout, ranks.device)
+    reporting = ending.reporting(run, config, layout, ranks, checkpoint, progress, prediction)
     with reporting as (reporter, heartbeat):
         meter = Meter(config, layout, ranks.device)
         with torch.device("meta"):
@@ -100,7 +101,8 @@ def main() -> None:
                 profiler=profiler, checkpointer=checkpointer, heartbeat=heartbeat,
                 stop_requested=stop_requested,
             )  # fmt: skip
-        ending.finish(stopped, run, progress, ranks, reporter, heartbeat)
+        planned = partial(prediction.beside, optimizer.held_bytes())
+        ending.finish(stopped, run, progress, ranks, reporter, heartbeat, planned)
 
 
 if __name__ == "__main__":

@@ -75,8 +75,8 @@ class Plan:
 def out_of_memory(part: float) -> float:
     """Probability that a process runs out of memory which is to take ``part`` of what is usable.
 
-    The logistic curve that is likeliest for 317 published runs with labels (docs/planning.md), whose
-    allocator had no expandable segments yet.
+    The logistic curve that is likeliest for 317 published runs with labels (docs/planning.md), of
+    an allocator without expandable segments.
     """
     return 1 / (1 + math.exp(16 * (0.91 - part)))
 

@@ -34,6 +34,7 @@ RAW = {
     "seconds_in_window": 9.75,
     "steps_in_window": 10,
     "data_seconds": 0.5,
+    "update_seconds": 0.25,
     "world_size": 4,
     "flops_per_token": 25_000_000,
     "peak_flops": None,
@@ -194,12 +195,13 @@ def test_record_by_hand():
     got = record(peak_flops=100e12)
     fields = (
         "step, loss, grad_norm, lr, tokens, skipped_steps, tokens_per_s, tokens_per_s_per_device, "
-        "step_s, data_s, mfu, tflops_per_device, peak_memory_bytes, time"
+        "step_s, data_s, update_s, mfu, tflops_per_device, peak_memory_bytes, time"
     )
     assert ", ".join(got) == fields
     assert got["tokens_per_s"] == pytest.approx(2100.5128)
     assert got["tokens_per_s_per_device"] == pytest.approx(525.1282)
     assert got["step_s"] == pytest.approx(0.975) and got["data_s"] == pytest.approx(0.05)
+    assert got["update_s"] == pytest.approx(0.025)
     # 525.1282 tokens/s * 25 MFLOP = 13.128 GFLOP/s per device.
     assert got["tflops_per_device"] == pytest.approx(0.01312821, rel=1e-5)
     assert got["mfu"] == pytest.approx(0.0001312821, rel=1e-5)

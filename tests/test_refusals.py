@@ -442,6 +442,8 @@ def test_model_config_refusal(monkeypatch, tmp_path, change, fragments):
 def test_run_dir_that_is_a_file(monkeypatch, tmp_path):
     (tmp_path / "taken").write_text("")
     assert_has(refusal(monkeypatch, "--run-dir taken"), "--run-dir taken", "file", "directory")
+    message = refusal(monkeypatch, "--calibration taken")
+    assert_has(message, "--calibration taken", "cannot be read", "measure it anew")
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ REPO = Path(__file__).parent.parent
 EVALUATE = ["--eval-every", 5, "--eval-batches", 0]
 FIELDS = {
     "step", "loss", "grad_norm", "lr", "tokens", "skipped_steps", "tokens_per_s",
-    "tokens_per_s_per_device", "step_s", "data_s", "mfu", "tflops_per_device",
+    "tokens_per_s_per_device", "step_s", "data_s", "update_s", "mfu", "tflops_per_device",
     "peak_memory_bytes", "time",
 }  # fmt: skip
 
@@ -43,6 +43,13 @@ def test_what_a_run_prints_and_leaves(straight):
     assert lines[-2].startswith("start 1 of this run took 0m")
     assert lines[-2].endswith("newest checkpoint: step-00000010")
     assert "finished at step 10" in lines[-3]
+    plan = [line for line in lines if line.startswith("plan: ")]
+    assert len(plan) == 2 and " on the fullest ranks (" in plan[0] and "no step time" in plan[1]
+    table = {row[0]: row[1:] for row in (re.split("  +", line) for line in lines[-11:-3])}
+    for what in ("parameters of rank 0", "optimizer state of rank 0"):
+        planned, measured = table[what]
+        assert planned == measured and planned.endswith(" MiB")
+    assert table["whole step"][0] == "-" and table["whole step"][1].endswith(" s")
     assert not any(ord(c) < 32 and c != "\n" for c in text)
 
     assert [r["step"] for r in rows(run_dir)] == list(range(1, 11))
@@ -51,6 +58,7 @@ def test_what_a_run_prints_and_leaves(straight):
         assert row["tokens"] == row["step"] * 8 * 32
         assert row["mfu"] is None and row["skipped_steps"] == 0
         assert row["peak_memory_bytes"] > 0 and 0 <= row["data_s"] <= row["step_s"]
+        assert 0 < row["update_s"] < row["step_s"]
         assert row["tokens_per_s"] == pytest.approx(256 / row["step_s"])
         assert row["tokens_per_s_per_device"] == pytest.approx(row["tokens_per_s"] / 4)
     assert [r["step"] for r in rows(run_dir, "eval.jsonl")] == [5, 10]

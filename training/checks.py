@@ -19,6 +19,7 @@ from parallel.layout import (
     make_layout,
     read_launch,
 )
+from planner.machine import load_machine
 from training.checkpoint_dir import (
     DamageError,
     checkpoint_name,
@@ -88,6 +89,8 @@ def check(config: Config, launch: Launch) -> Layout:
     # A checkpoint beats --init-from, whose weights are then not read.
     if launch.rank == 0 and config.init_from and not RunDir(config.run_dir).newest_checkpoint():
         _check_init_from(config)
+    if run.calibration:
+        load_machine("", run.calibration)
     if config.run_dir.exists() and not config.run_dir.is_dir():
         raise ConfigError(f"--run-dir {config.run_dir} is a file: name a directory")
     return layout

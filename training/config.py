@@ -291,6 +291,11 @@ class RunSection(Section):
         description="Steps that every rank records, as 10-12: a Chrome trace, and on CUDA a memory "
         "snapshot, in profile/ of the run directory; none: no steps.",
     )
+    calibration: Path | None = Field(
+        None,
+        description="Constants of this machine, as recipes.plan --calibrate writes them, for the "
+        "step time that is planned; none: those of the table of GPUs, where it knows this one.",
+    )
     wandb: Literal["auto", "online", "offline", "disabled"] = Field(
         "auto",
         description="auto: online where an API key is configured, else offline. Never prompts.",

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from parallel.layout import Layout
 from parallel.mesh import Ranks
+from planner.prediction import Prediction
 from training.checkpoint import CheckpointError, Progress
 from training.checkpoint_dir import read_checkpoint_state
 from training.config import Config, seconds
@@ -40,6 +41,7 @@ def reporting(
     ranks: Ranks,
     checkpoint: Path | None,
     progress: Progress,
+    prediction: Prediction,
 ) -> Iterator[tuple[Reporter | None, Heartbeat]]:
     """The reporter of this run (None but on rank 0), its heartbeat, and what is said if it fails.
 
@@ -76,7 +78,7 @@ def reporting(
                 first_step=first,
                 steps=config.step.steps,
             )
-            for line in describe(config, layout, ranks, checkpoint):
+            for line in describe(config, layout, ranks, checkpoint, prediction):
                 reporter.message(line)
         yield reporter, heartbeat
     except BaseException as error:  # DCP's own exception is not an Exception
@@ -196,15 +198,20 @@ def finish(
     ranks: Ranks,
     reporter: Reporter | None,
     heartbeat: Heartbeat,
+    planned: Callable[[list[dict]], list[str]],
 ) -> None:
-    """Write the final status, say where everything is, and take the process group down."""
+    """Write the final status, say where everything is, and take the process group down.
+
+    Args:
+        planned: what the planner has said, beside the rows that were measured.
+    """
     heartbeat.stop()
     outcome = "stopped" if stopped else "finished"
     if reporter:
         reporter.flush()
         run.write_status(outcome, step=progress.step, **({"reason": stopped} if stopped else {}))
         reporter.close()
-        for line in _summary(outcome, run, progress, reporter):
+        for line in [*planned(reporter.rows), *_summary(outcome, run, progress, reporter)]:
             say(line, sys.stdout)
         try:
             sys.stdout.flush()

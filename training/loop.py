@@ -350,6 +350,7 @@ def train(
         heartbeat.at(step, "waiting for the data of the next step")
         batches.fetch()
         heartbeat.at(step, "gradient norm and update")
+        meter.begin_update()
 
     def save(write: Callable[[], None]) -> None:
         fault.check(ranks)

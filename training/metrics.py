@@ -115,6 +115,7 @@ def make_record(
     seconds_in_window: float,
     steps_in_window: int,
     data_seconds: float,
+    update_seconds: float,
     world_size: int,
     flops_per_token: int,
     peak_flops: float | None,
@@ -123,7 +124,8 @@ def make_record(
     """One line of metrics.jsonl.
 
     The window is the steps since the last logged one: ``tokens_in_window`` over all ranks, and the
-    seconds of rank 0 (``data_seconds``: waited for data). ``step_s`` and ``data_s`` are per step,
+    seconds of rank 0 (``data_seconds``: waited for data; ``update_seconds``: from the end of the
+    backward to that of the update). ``step_s``, ``data_s`` and ``update_s`` are per step,
     ``tflops_per_device`` is in 1e12 FLOP/s, ``mfu`` a fraction, null for an unknown peak.
     ``loss`` and ``grad_norm`` are null where the step was skipped; a number that is not finite is
     null too, and named in ``non_finite``.
@@ -141,6 +143,7 @@ def make_record(
         "tokens_per_s_per_device": tokens_per_s / world_size,
         "step_s": seconds_in_window / steps_in_window,
         "data_s": data_seconds / steps_in_window,
+        "update_s": update_seconds / steps_in_window,
         "mfu": flops_per_device / peak_flops if peak_flops else None,
         "tflops_per_device": flops_per_device / 1e12,
         "peak_memory_bytes": peak_memory_bytes,
@@ -154,7 +157,7 @@ class Meter:
 
     def __init__(self, config: Config, layout: Layout, device: torch.device):
         cuda = device.type == "cuda"
-        self._memory = PeakMemory(device)
+        self._memory, self._cuda = PeakMemory(device), cuda
         self._constants = {
             "world_size": layout.world_size,
             "flops_per_token": flops_per_token(config.model, config.step.seq_len),
@@ -169,11 +172,31 @@ class Meter:
         self._memory.reset()
         self._started = time.perf_counter()
         self._steps = self._tokens = 0
+        self._updates = []
+
+    def _now(self):
+        """The moment at which the device has done what is queued; on a CPU that is now."""
+        if not self._cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def begin_update(self) -> None:
+        """The backward of a step is queued: what comes until :meth:`add` is its update."""
+        self._updates.append((self._now(), None))
 
     def add(self, tokens: int) -> None:
         """Count a step of so many tokens over all ranks."""
         self._steps += 1
         self._tokens += tokens
+        self._updates[-1] = self._updates[-1][0], self._now()
+
+    def _update_seconds(self) -> float:
+        """Of the window; the device has done what was queued."""
+        if self._cuda:
+            return sum(begin.elapsed_time(end) for begin, end in self._updates) / 1e3
+        return sum(end - begin for begin, end in self._updates)
 
     @contextlib.contextmanager
     def pause(self) -> Iterator[None]:
@@ -194,5 +217,6 @@ class Meter:
             tokens_in_window=self._tokens,
             seconds_in_window=time.perf_counter() - self._started,
             steps_in_window=self._steps,
+            update_seconds=self._update_seconds(),
             **self._constants,
         )

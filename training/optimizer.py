@@ -55,6 +55,12 @@ class ShardedOptimizer:
                 "exp_avg_sq": torch.zeros_like(shard, dtype=stored, requires_grad=False),
             }
 
+    def held_bytes(self) -> tuple[int, int]:
+        """Bytes that this rank stores of the parameters, and of the optimizer's moments."""
+        state = [t for s in self.shards for t in self._inner.state.get(s, {}).values()]
+        moments = [t for t in state if t.ndim]
+        return sum(s.nbytes for s in self.shards), sum(t.nbytes for t in moments)
+
     def grads(self) -> list[Tensor]:
         """This rank's gradients, in the order of the parameters."""
         return [_local(p.grad) for p in self.parameters]

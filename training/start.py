@@ -22,6 +22,8 @@ from parallel.layout import Launch, Layout, LayoutError, check_tensor_parallel
 from parallel.mesh import Ranks, make_mesh
 from parallel.plan import collectives, describe_pipeline, format_plan, parameter_rows
 from parallel.stages import Stage
+from planner.machine import load_machine, table_name
+from planner.prediction import Prediction, predict
 from training.checkpoint import remove_partial
 from training.checkpoint_dir import checkpoints_in, put_aside, read_checkpoint_state
 from training.checkpoint_files import find_fault
@@ -312,7 +314,28 @@ def print_plan(config: Config, layout: Layout, launch: Launch) -> None:
     dist.destroy_process_group()
 
 
-def describe(config: Config, layout: Layout, ranks: Ranks, checkpoint: Path | None) -> list[str]:
+def predict_run(config: Config, layout: Layout, device: torch.device) -> Prediction:
+    """What the planner says of the run; the table of GPUs is of bfloat16."""
+    cuda, machine = device.type == "cuda", None
+    unknown = f"{config.step.dtype} on {device.type}"
+    if config.run.calibration:
+        machine = load_machine("", config.run.calibration)
+    elif cuda and config.step.dtype == "bfloat16":
+        unknown = torch.cuda.get_device_name(device)
+        gib = torch.cuda.get_device_properties(device).total_memory / 2**30
+        gpu = table_name(unknown, gib)
+        machine = load_machine(gpu) if gpu else None
+    unknown += " is not in the table of GPUs; recipes.plan --calibrate measures it"
+    return predict(config, layout, machine, cuda=cuda, unknown=unknown)
+
+
+def describe(
+    config: Config,
+    layout: Layout,
+    ranks: Ranks,
+    checkpoint: Path | None,
+    prediction: Prediction,
+) -> list[str]:
     """What a person wants to see before the first step, a line each."""
     step, model, options = config.step, config.model, parallel_options(config, ranks)
     cuda = ranks.device.type == "cuda"
@@ -347,4 +370,4 @@ def describe(config: Config, layout: Layout, ranks: Ranks, checkpoint: Path | No
             )
     elif config.init_from:
         lines.append(f"initial weights from {config.init_from}")
-    return lines
+    return [*lines, *prediction.lines()]

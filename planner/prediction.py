@@ -1,0 +1,117 @@
+"""What the planner says of a run before its first step, and that beside what the run has measured.
+
+Torch-free.
+"""
+
+import statistics
+from dataclasses import dataclass, replace
+
+from parallel.layout import Layout
+from parallel.plan import columns
+from planner.machine import Machine
+from planner.memory import Memory, memory, memory_options
+from planner.report import TIMES
+from planner.time import Time, step_time
+from training.config import Config
+
+SHORT = {"gathered": "gathered parameters", "unsharded_gradients": "whole gradients"}
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """The formulas' answers for a run.
+
+    Attributes:
+        own: bytes that the ranks at rank 0's coordinate in pp hold.
+        fullest: of those that hold most.
+        time: None where nothing is known of the device.
+        constants: where those of the time come from.
+        cuda: peaks are measured as tensors, elsewhere as the resident set.
+        offloaded: what is stored is not on the device.
+    """
+
+    own: Memory
+    fullest: Memory
+    time: Time | None
+    constants: str
+    cuda: bool
+    offloaded: bool
+
+    def lines(self) -> list[str]:
+        """What a run is to hold and take, for its start."""
+        items = sorted(vars(self.fullest).items(), key=lambda item: -item[1])
+        parts = (f"{SHORT.get(name, name)} {_size(n)}" for name, n in items if n)
+        found = [f"plan: {_size(self.fullest.total)} on the fullest ranks ({', '.join(parts)})"]
+        if self.time is None:
+            return [*found, f"plan: no step time, {self.constants}"]
+        parts = (f"{TIMES[name]} {s:.3g} s" for name, s in vars(self.time).items() if s)
+        total = f"{self.time.total:.3g} s a step"
+        return [*found, f"plan: {total} ({', '.join(parts)}), constants {self.constants}"]
+
+    def beside(self, held: tuple[int, int], rows: list[dict]) -> list[str]:
+        """A table of it beside what was measured, for the end.
+
+        Args:
+            held: bytes that rank 0 stores of parameters, and of optimizer state.
+            rows: logged steps; the first, in which much happens once, is left out of the times.
+        """
+        table = [("", "planned", "measured")]
+        if not self.offloaded:
+            planned = self.own.parameters, self.own.optimizer
+            names = "parameters of rank 0", "optimizer state of rank 0"
+            for name, *sizes in zip(names, planned, held, strict=True):
+                table.append((name, *map(_size, sizes)))
+        if peaks := [row["peak_memory_bytes"] for row in rows if row["peak_memory_bytes"]]:
+            what = "peak of the fullest rank" + ("" if self.cuda else " (resident set)")
+            table.append((what, _size(self.fullest.total), _size(max(peaks))))
+        if len(rows) > 1:
+            step, update, data = (
+                statistics.median(row[name] for row in rows[1:])
+                for name in ("step_s", "update_s", "data_s")
+            )
+            end = self.time and self.time.optimizer
+            computing = self.time and self.time.total - end
+            for name, seconds, measured in (
+                ("forward and backward, with what is sent", computing, step - update - data),
+                ("gradient norm and update", end, update),
+                ("waiting for data", self.time and 0.0, data),
+                ("whole step", self.time and self.time.total, step),
+            ):
+                known = "-" if seconds is None else f"{seconds:.3g} s"
+                table.append((name, known, f"{measured:.3g} s"))
+        return columns(table) if len(table) > 1 else []
+
+
+def predict(
+    config: Config,
+    layout: Layout,
+    machine: Machine | None,
+    *,
+    cuda: bool,
+    unknown: str = "",
+) -> Prediction:
+    """What the formulas say of a run.
+
+    Args:
+        config: its vocabulary is set.
+        machine: its device; None where nothing is known of it, which ``unknown`` explains.
+        cuda: whether it runs on CUDA.
+    """
+    model, seq_len = config.model, config.step.seq_len
+    sequence_parallel = config.plan_options(cuda=cuda)["sequence_parallel"]
+    options = replace(memory_options(config, cuda), sequence_parallel=sequence_parallel)
+    held = [
+        memory(model, layout, options, layout.rank_stages(model, seq_len, pp_rank))
+        for pp_rank in range(layout.pp)
+    ]
+    time, constants = None, unknown
+    if machine:
+        time = step_time(model, layout, options, machine, layout.stages(model, seq_len))
+        constants = machine.source or f"of the table for {machine.name}, not calibrated"
+    fullest = max(held, key=lambda memory: memory.total)
+    return Prediction(held[0], fullest, time, constants, cuda, options.cpu_offload)
+
+
+def _size(size: int) -> str:
+    """Bytes in MiB, or GiB where there are many."""
+    return f"{size / 2**30:.2f} GiB" if size >= 2**30 else f"{size / 2**20:.1f} MiB"
