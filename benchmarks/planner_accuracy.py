@@ -28,7 +28,17 @@ from planner.time import step_time
 from training.command_line import Parser
 
 ROWS = Path(__file__).parent.parent / "tests" / "planner_rows.csv"
-GPUS = {"A100-80": "a100-80", "H100-80": "h100", "H200-SXM": "h200", "H100-96-HBM2e-500W": "h100"}
+GPUS = {
+    "A100-40": "a100-40", "A100-80": "a100-80", "H100-80": "h100", "H200-SXM": "h200",
+    "H100-96-HBM2e-500W": "h100",
+}  # fmt: skip
+# Of torchtitan's runs on H100: memory of 2.4 TB/s, and a limit of 500 W in place of 700.
+SLOWER = "H100-96-HBM2e-500W"
+SOURCES = "torchtitan", "nanotron", "hagemann", "dgxc", "llm", "fms"
+TIMED = [
+    ("dgxc", "H100-80"), ("hagemann", "A100-80"), ("llm", "A100-80"), ("llm", "A100-40"),
+    ("fms", ""), ("torchtitan", "A100-80"), ("torchtitan", SLOWER),
+]  # fmt: skip
 # Every so many rows one is for calibration; the errors are those of the others.
 CALIBRATED_EVERY = 4
 # Largest bytes per local logit of cross-entropy, measured with live tensors on a CPU: of float()
@@ -66,6 +76,14 @@ class Row:
     def number(self, column: str) -> float | None:
         """A measured value, if it was published."""
         return float(self.cells[column]) if self.cells[column] else None
+
+    @property
+    def seconds(self) -> float | None:
+        """Of a step, if its speed was published."""
+        if self.cells["step_s"] or not (self.cells["tokens_s_gpu"] and self.cells["gbs"]):
+            return self.number("step_s")
+        tokens = self.number("gbs") * self.options.seq_len
+        return tokens / self.number("tokens_s_gpu") / self.number("n_gpus")
 
 
 def _block_bytes(cells: dict):
@@ -162,13 +180,14 @@ def _stages(source: str, model: LlamaConfig, layout: Layout, chunks: int, seq_le
 
 
 def read_rows(file: Path) -> list[Row]:
-    """The usable rows of a file: of known precision and trainers, and not suspect."""
+    """The usable rows of a file: of known trainers and GPUs, and not suspect. Left out is
+    checkpointing of every second block, which is not ours."""
     with file.open(newline="") as f:
         rows = [
             cells
             for cells in csv.DictReader(f)
-            if cells["core"] == "1" and cells["source"].split("-")[0] in
-            ("torchtitan", "nanotron", "hagemann", "dgxc")
+            if cells["core"] == "1" and cells["source"].split("-")[0] in SOURCES
+            if cells["gpu"] in GPUS and cells["gbs"] and cells["ac"] != "selective_layer2"
         ]  # fmt: skip
     return [read_row(cells) for cells in rows]
 
@@ -194,7 +213,10 @@ def predicted_gib(row: Row) -> float:
 def machine(row: Row) -> Machine:
     """The GPU of a row, with its network."""
     nic = row.number("inter_gbps_per_gpu")
-    return load_machine(GPUS[row.cells["gpu"]], **({"nic_gbs": nic / 8} if nic else {}))
+    changes = {"nic_gbs": nic / 8} if nic else {}
+    if row.cells["gpu"] == SLOWER:
+        changes["hbm_tbs"] = 2.4
+    return load_machine(GPUS[row.cells["gpu"]], **changes)
 
 
 def predicted_seconds(row: Row, constants: Constants | None = None) -> float:
@@ -207,7 +229,7 @@ def predicted_seconds(row: Row, constants: Constants | None = None) -> float:
 def calibrate(rows: list[Row]) -> tuple[Constants, list[Row]]:
     """Constants fitted to some of the rows, and the others."""
     some = rows[::CALIBRATED_EVERY]
-    samples = [(lambda c, row=row: predicted_seconds(row, c), row.number("step_s")) for row in some]
+    samples = [(lambda c, row=row: predicted_seconds(row, c), row.seconds) for row in some]
     return fit(samples, Constants()), [row for row in rows if row not in some]
 
 
@@ -243,19 +265,20 @@ def memory_labels(rows: list[Row]) -> list[tuple[Row, float, bool]]:
     ]
 
 
-def timed(rows: list[Row], source: str) -> list[Row]:
-    """Runs whose step times are predicted: in 16 bits; of dgxc those on H100."""
+def timed(rows: list[Row], source: str, gpu: str = "") -> list[Row]:
+    """Runs whose step times are predicted: in 16 bits, on GPUs whose name begins with ``gpu``, but
+    not on the slower ones unless they are asked for."""
     return [
         row
         for row in rows
-        if row.source == source and row.number("step_s") and row.cells["precision"] == "bf16"
-        if source != "dgxc" or row.cells["gpu"] == "H100-80"
+        if row.source == source and row.seconds and row.cells["precision"] == "bf16"
+        if row.cells["gpu"].startswith(gpu) and (gpu == SLOWER) == (row.cells["gpu"] == SLOWER)
     ]
 
 
 def time_errors(rows: list[Row], constants: Constants | None) -> Errors:
     """Relative errors of the step times."""
-    return [(r, predicted_seconds(r, constants) / r.number("step_s") - 1) for r in rows]
+    return [(row, predicted_seconds(row, constants) / row.seconds - 1) for row in rows]
 
 
 def rankings(rows: list[Row], constants: Constants) -> tuple[list[float], list[float]]:
@@ -268,7 +291,7 @@ def rankings(rows: list[Row], constants: Constants) -> tuple[list[float], list[f
         if len(group) < 5:
             continue
         predicted = [predicted_seconds(row, constants) for row in group]
-        measured = [row.number("step_s") for row in group]
+        measured = [row.seconds for row in group]
         correlations.append(rank_correlation(predicted, measured))
         first = measured[predicted.index(min(predicted))]
         regrets.append(first / min(measured) - 1)
@@ -282,10 +305,11 @@ def nine_in_ten(errors: Errors) -> float:
 
 
 def summary(errors: Errors) -> tuple[str, ...]:
-    """Mean, median, nine in ten and largest of the relative errors."""
+    """Median with its sign; mean, median, nine in ten and largest of the sizes of the errors."""
     sizes = [abs(error) for _, error in errors]
     found = statistics.mean(sizes), statistics.median(sizes), nine_in_ten(errors), max(sizes)
-    return tuple(f"{size:.1%}" for size in found)
+    bias = statistics.median(error for _, error in errors)
+    return f"{bias:+.1%}", *(f"{size:.1%}" for size in found)
 
 
 def _labels_table(labels: list[tuple[Row, float, bool]]) -> list[str]:
@@ -306,17 +330,19 @@ def main() -> int:
     parser.add_argument("--residuals", action="store_true", help="also print the error of each row")
     options = parser.parse_args()
     rows = read_rows(options.rows)
-    table, listed = [("what", "rows", "mean", "median", "9 of 10", "largest")], []
+    table, listed = [("what", "rows", "bias", "mean", "median", "9 of 10", "largest")], []
     for source in ("torchtitan", "nanotron"):
         errors = memory_errors(rows, source)
         table.append((f"memory, {source}", len(errors), *summary(errors)))
         listed += [("memory", row, error) for row, error in errors]
+    for source, gpu in TIMED:
+        if errors := time_errors(timed(rows, source, gpu), None):
+            table.append((f"step, {source} {gpu}, table", len(errors), *summary(errors)))
     lines = []
     for source in ("dgxc", "hagemann"):
         chosen = timed(rows, source)
         constants, others = calibrate(chosen)
         errors = time_errors(others, constants)
-        table.append((f"step, {source}, table", len(chosen), *summary(time_errors(chosen, None))))
         table.append((f"step, {source}, calibrated", len(others), *summary(errors)))
         listed += [("step", row, error) for row, error in errors]
         lines.append(f"{source}: {len(chosen) - len(others)} rows fitted, {constants}")
