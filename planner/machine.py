@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
 from training.config import ConfigError
+from training.files import write_atomic
 
 TABLE = Path(__file__).with_name("gpus.toml")
 
@@ -50,6 +51,7 @@ class Machine:
     Attributes:
         source: where the constants come from; None is the table.
         compiled: whether they were measured with compiled blocks; None where it is not known.
+        dtype: compute dtype in which they were measured; None where it is not known.
     """
 
     name: str
@@ -65,6 +67,7 @@ class Machine:
     constants: Constants = Constants()
     source: str | None = None
     compiled: bool | None = None
+    dtype: str | None = None
 
     def product_seconds(self, flops: float, times: int = 1) -> float:
         """Of ``times`` matrix products of so many FLOPs each."""
@@ -151,5 +154,12 @@ def _read_calibration(file: Path, gpu: str) -> Machine:
 
 
 def write_calibration(file: Path, machine: Machine, **about) -> None:
-    """Write a machine, and what is said ``about`` its measurement, for :func:`load_machine`."""
-    file.write_text(json.dumps({**asdict(machine), **about}, indent=1) + "\n")
+    """Write a machine, and what is said ``about`` its measurement, for :func:`load_machine`.
+
+    Raises:
+        ConfigError: if the file cannot be written.
+    """
+    try:
+        write_atomic(file, json.dumps({**asdict(machine), **about}, indent=1) + "\n")
+    except OSError as error:
+        raise ConfigError(f"--calibration {file} cannot be written: {error.strerror}") from None

@@ -166,7 +166,7 @@ class Report:
         """What of a plan no published run validates."""
         x, found = plan.layout, []
         if not self.machine.source:
-            found.append("times: constants of a table; fit them to a run with --learn")
+            found.append("times: constants of a table; use --calibrate, or --learn from a run")
         if x.cp > 1:
             found.append("context parallel: its time")
         if x.pp > 1 and x.world_size > self.machine.node:

@@ -2,8 +2,9 @@
 
     python -m recipes.plan --recipe llama3_70b --gpu h100 --gpus 256
 
-Memory is by the formulas that the tests hold equal to the trainer, time by a table of GPUs or
-constants fitted to runs. Flags of train_llm.py (--recipe, --seq-len, --global-batch-size,
+Memory is by the formulas that the tests hold equal to the trainer, time by a table of GPUs, or by
+constants measured on a machine (--calibrate, the one option that imports torch for it) or fitted to
+runs (--learn). Flags of train_llm.py (--recipe, --seq-len, --global-batch-size,
 --compile, model fields, ...) say what is trained; its layout is the one that is compared with. Exit
 codes: 0 there is a plan, 1 nothing fits or a check failed, 2 bad input.
 """
@@ -12,18 +13,19 @@ import argparse
 import contextlib
 import json
 import math
+import os
 import sys
 from dataclasses import replace
 from pathlib import Path
 
-from parallel.layout import Launch, LayoutError, parse_layout
+from parallel.layout import Launch, LayoutError, parse_layout, read_launch
 from planner.learn import learn, measured_seconds
 from planner.machine import Machine, known_gpus, load_machine, write_calibration
 from planner.memory import memory_options
 from planner.report import Report
 from planner.search import DIMS, Plan, Search
 from planner.time import step_time
-from training.checks import check
+from training.checks import bare_launch, check, refuse
 from training.command_line import Parser, load_recipe, parse_flags, positive
 from training.config import Config, ConfigError, to_toml
 from training.files import write_atomic
@@ -60,7 +62,12 @@ def make_parser() -> Parser:
         help="build --layout on one process without memory, and compare with the formulas",
     )
     add("--calibration", type=Path, metavar="FILE",
-        help="constants of a machine; --learn writes them (default: calibration.json)")  # fmt: skip
+        help="constants of a machine; --calibrate and --learn write them (default: "
+        "calibration.json)")  # fmt: skip
+    add("--calibrate", action="store_true",
+        help="measure this machine in about a minute with the shapes of a training, and write its "
+        "constants; for collectives under torchrun, with the training's --tp, --cp, --pp, "
+        "--dp-replicate")  # fmt: skip
     add("--learn", type=Path, nargs="+", metavar="RUN",
         help="fit the constants to the step times of run directories")  # fmt: skip
     return parser
@@ -73,7 +80,7 @@ def parse_command(argv: list[str]) -> tuple[argparse.Namespace, Config]:
         ConfigError: in one line. SystemExit: with 0, for --help.
     """
     options, train_flags = make_parser().parse_known_args(argv)
-    config = with_vocabulary(parse_flags(train_flags))
+    config = with_vocabulary(parse_flags(train_flags, console=bare_launch().rank == 0))
     if error := config.model.architecture_error():
         raise ConfigError(error)
     if options.objective == "cost" and options.price is None:
@@ -210,6 +217,17 @@ def explain(report: Report, plans: list[Plan], own: dict, gpus: int) -> list[str
     return lines
 
 
+def other_ways(machine: Machine, config: Config) -> list[str]:
+    """In what a calibration was measured that the training does not do."""
+    found = []
+    if machine.dtype not in (None, config.step.dtype):
+        found.append(f"in {machine.dtype}, and this is {config.step.dtype}")
+    if machine.compiled not in (None, config.memory.compile):
+        ways = ("with", "without") if machine.compiled else ("without", "with")
+        found.append(f"{ways[0]} --compile, and this is {ways[1]}")
+    return [f"measured {way}: calibrate with the training's flags" for way in found]
+
+
 def plan(options: argparse.Namespace, config: Config) -> int:
     """Print the plans; 1 if nothing fits."""
     machine, keep = find_machine(options), parse_kept(options.keep)
@@ -222,7 +240,7 @@ def plan(options: argparse.Namespace, config: Config) -> int:
     if not plans:
         print(f"nothing fits {gpus} of them with --global-batch-size {search.global_batch_size}\n")
     print("\n".join([*explain(report, plans, own, gpus), "", *report.rejected()]))
-    for line in report.warnings(plans[0]) if plans else []:
+    for line in [*report.warnings(plans[0]), *other_ways(machine, config)] if plans else []:
         print(line)
     if plans and options.emit:
         emit(config, plans[0], options.emit)
@@ -260,6 +278,23 @@ def learn_from(options: argparse.Namespace, config: Config) -> int:
     return 0
 
 
+def calibrate_here(options: argparse.Namespace, config: Config) -> int:
+    """``--calibrate``: measure the machine of these ranks, and write its constants."""
+    file = options.calibration or Path("calibration.json")
+    if options.learn:
+        raise ConfigError("--calibrate and --learn both write --calibration: use one of them")
+    launch = read_launch()
+    if launch.rank == 0 and (file.is_dir() or not os.access(file.parent, os.W_OK)):
+        raise ConfigError(f"--calibration {file} cannot be written: name a file in a folder")
+    layout = check(config, launch)
+    if options.gpu:
+        load_machine(options.gpu)
+    from planner.calibrate import calibrate
+
+    calibrate(config, layout, launch, file, options.gpu)
+    return 0
+
+
 def dry_run_of(options: argparse.Namespace, config: Config) -> int:
     """``--dry-run``: 1 if what the trainer builds differs from the formulas."""
     own, world = own_flags(config, options.layout), options.gpus
@@ -277,12 +312,20 @@ def main(argv: list[str] | None = None) -> int:
     """The command; its exit code."""
     try:
         options, config = parse_command(sys.argv[1:] if argv is None else argv)
+        if options.calibrate:
+            return calibrate_here(options, config)
         if options.learn:
             return learn_from(options, config)
         if options.dry_run:
             return dry_run_of(options, config)
         return plan(options, config)
     except (ConfigError, LayoutError) as error:
+        launch = bare_launch()
+        with contextlib.suppress(LayoutError):
+            launch = read_launch()
+        if launch.rank:
+            # As --calibrate starts them: the first one speaks.
+            refuse(str(error), launch, "recipes.plan")
         print(f"recipes.plan: error: {error}", file=sys.stderr)
         return 2
     except BrokenPipeError:
