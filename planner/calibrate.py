@@ -50,13 +50,14 @@ class Calibration:
 
     Attributes:
         tokens: sequences and tokens of each that stand for a micro-batch of a rank.
+        budget: seconds of a measurement, unless a few repetitions take longer.
     """
 
     def __init__(self, config: Config, layout: Layout, ranks: Ranks):
         self.config, self.layout, self.ranks = config, layout, ranks
         self.cuda = ranks.device.type == "cuda"
         self.dtype = getattr(torch, config.step.dtype)
-        self._budget = 1.0 if self.cuda else 0.2
+        self.budget = 1.0 if self.cuda else 0.15
         model, tp = config.model, layout.tp
         self._local = model.model_copy(
             update={
@@ -110,7 +111,7 @@ class Calibration:
         self._batch(call, 2)
         one = self.slowest(self._batch(call, 1))
         calls = max(1, int(0.01 / one))
-        batches = min(25, max(3, int(self._budget / (one * calls))))
+        batches = min(25, max(3, int(self.budget / (one * calls))))
         return self.slowest(statistics.median(self._batch(call, calls) for _ in range(batches)))
 
     def _products(self, tokens: int, a: int, b: int) -> list[Callable[[], Tensor]]:

@@ -201,6 +201,9 @@ def fit_machine(machine: Machine, found: Measured) -> tuple[Machine, list[str]]:
     if found.beside:
         values["overlap"] = overlap(*found.beside)
     notes = [] if found.sent else ["collectives: not measured by one process; as they were"]
+    if len(found.floors) > 1:
+        eager, compiled = found.floors
+        notes.append(f"host: nine times a compiled block's {compiled:.3g} s; eager {eager:.3g} s")
     fitted, outside = _bounded(machine, values)
     block, floor = found.blocks[-1], found.floors[-1]
     hbm = memory_part(block, fitted)
