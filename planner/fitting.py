@@ -96,7 +96,8 @@ def fit_terms(rows: Sequence[Sequence[float]], seconds: Sequence[float]) -> list
     for _ in range(50):
         found = _least_squares(terms * weights[:, None], wanted * weights)
         sums = np.maximum(terms @ found, 1e-3 * wanted)
-        weights = 1 / np.sqrt(sums * wanted * np.maximum(abs(np.log(sums / wanted)), 0.01))
+        # With these the squares have the slope of the absolute logarithms.
+        weights = 1 / np.sqrt(sums * np.maximum(abs(sums - wanted), 0.01 * wanted))
     return found.tolist()
 
 
