@@ -33,9 +33,8 @@ from planner.fitting import (
     fit_machine,
     measured_machine,
     predictions,
-    table_name,
 )
-from planner.machine import Machine, load_machine, write_calibration
+from planner.machine import Machine, load_machine, table_name, write_calibration
 from planner.memory import memory_options
 from planner.time import block_seconds
 from training.config import Config, ConfigError
@@ -327,8 +326,7 @@ def known_machine(gpu: str | None, launch: Launch) -> Machine | None:
     if gpu and not torch.cuda.is_available():
         raise ConfigError(f"--gpu {gpu}: {socket.gethostname()} has none to measure: leave it out")
     if not gpu and torch.cuda.is_available():
-        gib = torch.cuda.get_device_properties(0).total_memory / GIB
-        gpu = table_name(torch.cuda.get_device_name(0), gib)
+        gpu = table_name(torch.cuda.get_device_name(0))
     if not gpu:
         return None
     several = launch.world_size > launch.local_world_size

@@ -1,7 +1,6 @@
 """Constants of a machine from seconds measured on it. Torch-free."""
 
 import math
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -246,13 +245,3 @@ def predictions(found: Measured, machine: Machine) -> list[tuple[str, float, flo
         hidden = machine.constants.overlap * min(computing, transfer)
         table.append(("products beside all_gather", both, computing + transfer - hidden))
     return table
-
-
-def table_name(device: str, gib: float) -> str | None:
-    """The table's name of a GPU that calls itself ``device`` and has ``gib`` of memory."""
-    words = re.findall(r"[a-z0-9]+", device.lower())
-    if "a100" in words:
-        return "a100-80" if gib > 60 else "a100-40"
-    if "h100" in words and "nvl" not in words:
-        return "h100-pcie" if "pcie" in words else "h100"
-    return next((name for name in ("h200", "b200", "mi300x") if name in words), None)

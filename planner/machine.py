@@ -106,14 +106,14 @@ def known_gpus() -> list[str]:
     return list(tomllib.loads(TABLE.read_text()))
 
 
-def table_name(device: str, gib: float) -> str | None:
-    """The table's name of a GPU that calls itself ``device`` and has ``gib`` of memory; None for
-    one that is not in it, or a part of one (MIG)."""
+def table_name(device: str) -> str | None:
+    """The table's name of a GPU that calls itself ``device``; None for one that is not in it, or a
+    part of one (MIG)."""
     words = re.findall(r"[a-z0-9]+", device.lower())
     if "nvl" in words or "mig" in words:
         return None
     if "a100" in words:
-        return "a100-80" if gib > 60 else "a100-40"
+        return "a100-40" if "40gb" in words else "a100-80"
     if "h100" in words:
         return "h100-pcie" if "pcie" in words else "h100"
     return next((name for name in ("h200", "b200", "mi300x") if name in words), None)

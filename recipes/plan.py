@@ -20,7 +20,7 @@ from pathlib import Path
 
 from parallel.layout import Launch, LayoutError, parse_layout, read_launch
 from planner.learn import learn, measured_seconds
-from planner.machine import Machine, known_gpus, load_machine, write_calibration
+from planner.machine import Machine, known_gpus, load_machine, table_name, write_calibration
 from planner.memory import memory_options
 from planner.report import Report
 from planner.search import DIMS, Plan, Search
@@ -247,21 +247,45 @@ def plan(options: argparse.Namespace, config: Config) -> int:
     return 0 if plans else 1
 
 
-def learn_from(options: argparse.Namespace, config: Config) -> int:
-    """``--learn``: fit the constants to runs, say which were wrong, and write them."""
-    machine, samples = find_machine(options), []
+def read_run(run: Path) -> tuple[Config, int, str, float]:
+    """The training of a run directory, its number of ranks, its device, and seconds of a step.
+
+    Raises:
+        ConfigError: if the directory does not say them.
+    """
+    try:
+        seconds = measured_seconds(run)
+        config = with_vocabulary(load_recipe(str(run / "config.toml")))
+        started = json.loads((run / "run.json").read_text())["starts"][-1]
+        return config, started["world_size"], started["device"], seconds
+    except (OSError, ValueError, KeyError, IndexError) as error:
+        raise ConfigError(f"--learn {run}: {error}") from None
+
+
+def learning_machine(options: argparse.Namespace, device: str) -> Machine:
+    """What the constants of a run on ``device`` are learnt from.
+
+    Raises:
+        ConfigError: if nothing is known of the device.
+    """
     if options.calibration and options.calibration.is_file():
-        machine = load_machine(options.gpu or "", options.calibration)
-    for run in options.learn:
-        try:
-            seconds = measured_seconds(run)
-            config = with_vocabulary(load_recipe(str(run / "config.toml")))
-            world = json.loads((run / "run.json").read_text())["starts"][-1]["world_size"]
-        except (OSError, ValueError, KeyError, IndexError) as error:
-            raise ConfigError(f"--learn {run}: {error}") from None
-        search = Search(
-            config.model, machine, memory_options(config), config.step.global_batch_size
+        return load_machine(options.gpu or "", options.calibration)
+    options.gpu = options.gpu or table_name(device)
+    if not options.gpu:
+        raise ConfigError(
+            f"--learn {options.learn[0]}: it ran on {device}, which is not in the table of GPUs: "
+            "name one with --gpu, or give --calibration FILE of what --calibrate has measured"
         )
+    return find_machine(options)
+
+
+def learn_from(options: argparse.Namespace) -> int:
+    """``--learn``: fit the constants to runs, say which were wrong, and write them."""
+    runs = [read_run(run) for run in options.learn]
+    machine, samples = learning_machine(options, runs[0][2]), []
+    for config, world, _, seconds in runs:
+        size = config.step.global_batch_size
+        search = Search(config.model, machine, memory_options(config), size)
         mine = search.at(world, own_flags(config, None))
 
         def predict(constants, search=search, mine=mine) -> float:
@@ -272,8 +296,11 @@ def learn_from(options: argparse.Namespace, config: Config) -> int:
         samples.append((predict, seconds))
     machine, lines = learn(samples, machine)
     file = options.calibration or Path("calibration.json")
-    runs = ", ".join(map(str, options.learn))
-    write_calibration(file, replace(machine, source=f"learnt from {runs}"))
+    learnt = f"learnt from {', '.join(map(str, options.learn))}"
+    memory, step = config.memory, config.step
+    write_calibration(
+        file, replace(machine, source=learnt, compiled=memory.compile, dtype=step.dtype)
+    )
     print("\n".join([*lines, f"written: {file}"]))
     return 0
 
@@ -315,7 +342,7 @@ def main(argv: list[str] | None = None) -> int:
         if options.calibrate:
             return calibrate_here(options, config)
         if options.learn:
-            return learn_from(options, config)
+            return learn_from(options)
         if options.dry_run:
             return dry_run_of(options, config)
         return plan(options, config)

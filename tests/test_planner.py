@@ -1,6 +1,7 @@
 """The planner: its formulas beside published runs, what must hold of any plan, and the command."""
 
 import itertools
+import json
 import re
 import statistics
 import subprocess
@@ -18,7 +19,8 @@ from planner.search import Search
 from recipes.plan import main, own_flags
 from tests.launch import REPO, run_main
 from tests.ranks import free_port
-from training.command_line import load_recipe
+from training.command_line import load_recipe, parse_flags
+from training.config import to_toml
 
 LLAMA_70B = ["--recipe", "llama3_70b", "--gpu", "h100", "--gpus", "256"]
 README, RECIPES = (REPO / "README.md").read_text(), REPO / "recipes"
@@ -185,6 +187,59 @@ def test_every_suggestion_fits(capsys):
             own, flags = ["--layout", name], flags[2:]
         assert main([*LLAMA_70B, *TOO_BIG, *own, *flags]) == 0
         assert "so that it fits" not in capsys.readouterr().out, line
+
+
+LINK, NIC = 0.3, 0.4
+
+
+def a_run(folder, *argv: str, gpus: int, device: str = "NVIDIA H100 80GB HBM3"):
+    """A run directory whose steps took as long as links and network would make them."""
+    config = parse_flags(["--recipe", "llama3_8b", *argv])
+    folder.mkdir()
+    (folder / "config.toml").write_text(to_toml(config))
+    start = {"world_size": gpus, "device": device}
+    (folder / "run.json").write_text(json.dumps({"starts": [start]}))
+    machine = load_machine("h100")
+    constants = replace(machine.constants, link=LINK, nic=NIC)
+    size = config.step.global_batch_size
+    machine = replace(machine, constants=constants)
+    search = Search(config.model, machine, memory_options(config), size)
+    seconds = search.at(gpus, own_flags(config, None)).time.total
+    steps = [9 * seconds, seconds, 1.01 * seconds, 0.99 * seconds]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps({"step_s": s}) + "\n" for s in steps))
+    return folder
+
+
+def test_learning_from_runs(tmp_path, capsys):
+    """What was wrong is found and named, and the file is planned with."""
+    file = tmp_path / "machine.json"
+    runs = [
+        a_run(tmp_path / "tp", "--tp", "8", gpus=8),
+        a_run(tmp_path / "both", "--tp", "4", gpus=32),
+        a_run(tmp_path / "dp", "--tp", "1", gpus=64),
+        a_run(tmp_path / "large", "--tp", "8", "--batch-size", "8", gpus=8),
+    ]
+    assert main(["--learn", *map(str, runs), "--calibration", str(file)]) == 0
+    out = capsys.readouterr().out
+    wrong = next(line for line in out.splitlines() if line.startswith("wrong: "))
+    named = dict(re.findall(r"(\w+) [\d.]+ -> ([\d.]+)", wrong))
+    assert named.keys() == {"link", "nic"}
+    assert float(named["link"]) == pytest.approx(LINK, rel=0.1), out
+    assert float(named["nic"]) == pytest.approx(NIC, rel=0.1), out
+    errors = [abs(float(error)) for error in re.findall(r"^now .* \(([-+.\d]+)%\)", out, re.M)]
+    assert len(errors) == 4 and max(errors) < 2, out
+    assert load_machine("h100", file).source.startswith("learnt from ")
+
+    # One step time alone does not tell which constant it is.
+    assert main(["--learn", str(runs[0]), "--calibration", str(tmp_path / "one.json")]) == 0
+    out = capsys.readouterr().out
+    assert re.search(r"^wrong: \w+ [\d.]+ -> [\d.]+$", out, re.M) and "or as well: " in out
+    assert re.search(r"as well: .*link 0.75 -> 0\.[23]", out)
+
+    on_cpu = a_run(tmp_path / "cpu", gpus=2, device="cpu")
+    assert main(["--learn", str(on_cpu)]) == 2
+    err = capsys.readouterr().err
+    assert "ran on cpu" in err and "--calibrate" in err and err.count("\n") == 1
 
 
 @pytest.mark.parametrize(

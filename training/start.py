@@ -322,8 +322,7 @@ def predict_run(config: Config, layout: Layout, device: torch.device) -> Predict
         machine = load_machine("", config.run.calibration)
     elif cuda and config.step.dtype == "bfloat16":
         unknown = torch.cuda.get_device_name(device)
-        gib = torch.cuda.get_device_properties(device).total_memory / 2**30
-        gpu = table_name(unknown, gib)
+        gpu = table_name(unknown)
         machine = load_machine(gpu) if gpu else None
     unknown += " is not in the table of GPUs; recipes.plan --calibrate measures it"
     return predict(config, layout, machine, cuda=cuda, unknown=unknown)
