@@ -36,7 +36,7 @@ def formula(config: Config, layout: Layout, pp_rank: int) -> Numbers:
     """What the ranks at a coordinate of pp hold and send, as the planner has it."""
     model, seq_len, cuda = config.model, config.step.seq_len, on_cuda(config)
     plan = config.plan_options(cuda=cuda)
-    options = replace(memory_options(config, cuda), sequence_parallel=plan["sequence_parallel"])
+    options = memory_options(config, cuda)
     stages = layout.rank_stages(model, seq_len, pp_rank)
     all_of = memory(model, layout, options, stages)
     micro = micro_batch_bytes(model, layout, options)

@@ -58,11 +58,16 @@ class Options:
 
 
 def memory_options(config: "Config", cuda: bool = True) -> Options:
-    """What of a training decides about memory, beside the layout."""
+    """What of a training decides about memory, beside the layout.
+
+    Args:
+        cuda: whether it runs on CUDA, where sequence parallelism is on by itself.
+    """
     size, optimizer = DTYPE_BYTES[config.step.dtype], config.optimizer
     stored = 2 if optimizer.optimizer_state_dtype == "bfloat16" else max(4, size)
     return Options(
         seq_len=config.step.seq_len,
+        sequence_parallel=config.plan_options(cuda=cuda)["sequence_parallel"],
         activation_checkpoint=config.memory.activation_checkpoint,
         loss_chunks=config.memory.loss_chunks,
         dtype_bytes=size,

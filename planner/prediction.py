@@ -4,13 +4,13 @@ Torch-free.
 """
 
 import statistics
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from parallel.layout import Layout
 from parallel.plan import columns
 from planner.machine import Machine
 from planner.memory import Memory, memory, memory_options
-from planner.report import TIMES
+from planner.report import TIMES, bytes_of
 from planner.time import Time, step_time
 from training.config import Config
 
@@ -40,8 +40,8 @@ class Prediction:
     def lines(self) -> list[str]:
         """What a run is to hold and take, for its start."""
         items = sorted(vars(self.fullest).items(), key=lambda item: -item[1])
-        parts = (f"{SHORT.get(name, name)} {_size(n)}" for name, n in items if n)
-        found = [f"plan: {_size(self.fullest.total)} on the fullest ranks ({', '.join(parts)})"]
+        parts = (f"{SHORT.get(name, name)} {bytes_of(n)}" for name, n in items if n)
+        found = [f"plan: {bytes_of(self.fullest.total)} on the fullest ranks ({', '.join(parts)})"]
         if self.time is None:
             return [*found, f"plan: no step time, {self.constants}"]
         parts = (f"{TIMES[name]} {s:.3g} s" for name, s in vars(self.time).items() if s)
@@ -60,10 +60,10 @@ class Prediction:
             planned = self.own.parameters, self.own.optimizer
             names = "parameters of rank 0", "optimizer state of rank 0"
             for name, *sizes in zip(names, planned, held, strict=True):
-                table.append((name, *map(_size, sizes)))
+                table.append((name, *map(bytes_of, sizes)))
         if peaks := [row["peak_memory_bytes"] for row in rows if row["peak_memory_bytes"]]:
             what = "peak of the fullest rank" + ("" if self.cuda else " (resident set)")
-            table.append((what, _size(self.fullest.total), _size(max(peaks))))
+            table.append((what, bytes_of(self.fullest.total), bytes_of(max(peaks))))
         if len(rows) > 1:
             step, update, data = (
                 statistics.median(row[name] for row in rows[1:])
@@ -98,8 +98,7 @@ def predict(
         cuda: whether it runs on CUDA.
     """
     model, seq_len = config.model, config.step.seq_len
-    sequence_parallel = config.plan_options(cuda=cuda)["sequence_parallel"]
-    options = replace(memory_options(config, cuda), sequence_parallel=sequence_parallel)
+    options = memory_options(config, cuda)
     held = [
         memory(model, layout, options, layout.rank_stages(model, seq_len, pp_rank))
         for pp_rank in range(layout.pp)
@@ -110,8 +109,3 @@ def predict(
         constants = machine.source or f"of the table for {machine.name}, not calibrated"
     fullest = max(held, key=lambda memory: memory.total)
     return Prediction(held[0], fullest, time, constants, cuda, options.cpu_offload)
-
-
-def _size(size: int) -> str:
-    """Bytes in MiB, or GiB where there are many."""
-    return f"{size / 2**30:.2f} GiB" if size >= 2**30 else f"{size / 2**20:.1f} MiB"

@@ -24,6 +24,11 @@ TIMES = {
 }
 
 
+def bytes_of(size: float) -> str:
+    """Bytes in MiB, or GiB where there are many."""
+    return f"{size / GIB:.2f} GiB" if size >= GIB else f"{size / 2**20:.1f} MiB"
+
+
 def memory_interval(plan: Plan) -> float:
     """Relative error to expect of the memory."""
     x = plan.layout
@@ -61,7 +66,7 @@ class Report:
         impossible = self.search.rejected.total() - too_big
         known = self.machine.source or "of the table, not calibrated"
         return (
-            f"model {self.search.model.num_parameters / 1e9:.2f}B | {fit + too_big + impossible} "
+            f"model {self.search.model.num_parameters / 1e9:.3g}B | {fit + too_big + impossible} "
             f"layouts: {fit} fit, {too_big} take too much memory, {impossible} cannot be built | "
             f"constants {known}"
         )
@@ -113,7 +118,7 @@ class Report:
         total = plan.memory.total
         where = f", ranks of pp {plan.pp_rank}" if plan.layout.pp > 1 else ""
         rows = [
-            (f"  {size / GIB:.2f} GiB", f"{size / total:.0%}", ITEMS[name])
+            (f"  {bytes_of(size)}", f"{size / total:.0%}", ITEMS[name])
             for name, size in vars(plan.memory).items()
             if size
         ]
@@ -130,22 +135,23 @@ class Report:
 
     def compare(self, plan: Plan, other: Plan, what: str) -> str:
         """Why ``other`` is slower than ``plan``, or what it lacks to fit."""
+        x = other.layout
+        what += f" ({x.name}, ZeRO-{x.zero}, batches {x.batch_size}x{x.micro_batches})"
         if not self.search.fits(other):
             over = other.gib - self.machine.usable_gib
             item = other.memory.largest
             how = f"{over:.1f} GiB above" if over > 0 else f"{-over:.1f} GiB below"
             return (
-                f"{what} ({other.layout.name}) takes {other.gib:.1f} GiB, {how} the "
+                f"{what} takes {other.gib:.1f} GiB, {how} the "
                 f"{self.machine.usable_gib:g} of a {self.machine.name}: most is {ITEMS[item]}"
             )
         gap = {k: v - vars(plan.time)[k] for k, v in vars(other.time).items()}
         ratio = other.time.total / plan.time.total - 1
         if abs(ratio) < 5e-4:
-            return f"{what} ({other.layout.name}) takes as long"
+            return f"{what} takes as long"
         most = max(gap, key=lambda k: gap[k] if ratio > 0 else -gap[k])
-        return (
-            f"{what} ({other.layout.name}) takes {ratio:+.1%} time: {TIMES[most]} "
-            f"{gap[most]:+.2f} s" + (", a tie" if abs(ratio) <= TIE else "")
+        return f"{what} takes {ratio:+.1%} time: {TIMES[most]} {gap[most]:+.2f} s" + (
+            ", a tie" if abs(ratio) <= TIE else ""
         )
 
     def suggestions(self, flags: dict, plan: Plan, top: int = 5) -> list[str]:

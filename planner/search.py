@@ -89,10 +89,17 @@ class Search:
     """
 
     def __init__(
-        self, model: LlamaConfig, machine: Machine, options: Options, global_batch_size: int
+        self,
+        model: LlamaConfig,
+        machine: Machine,
+        options: Options,
+        global_batch_size: int,
+        sequence_parallel: str = "auto",
     ):
+        """``sequence_parallel`` is that of the training: on, off, or auto, on CUDA where it divides
+        the sequence."""
         self.model, self.machine, self.options = model, machine, options
-        self.global_batch_size = global_batch_size
+        self.global_batch_size, self.sequence_parallel = global_batch_size, sequence_parallel
         self.rejected = collections.Counter()
         self._known = {}
 
@@ -159,9 +166,11 @@ class Search:
         return layout
 
     def _options(self, layout: Layout, savers: tuple[str, int] = ("none", 1)) -> Options:
-        """With checkpointing and chunks of the loss, and with sequence parallelism where it divides
-        the sequence, as on NCCL by itself."""
-        sequence_parallel = layout.tp > 1 and self.options.seq_len // layout.cp % layout.tp == 0
+        """With checkpointing and chunks of the loss, and with sequence parallelism or not."""
+        setting, length = self.sequence_parallel, self.options.seq_len // layout.cp
+        divides = self.options.cuda and length % layout.tp == 0
+        sequence_parallel = setting == "on" or (setting == "auto" and divides)
+        sequence_parallel = sequence_parallel and layout.tp > 1
         changes = {"activation_checkpoint": savers[0], "loss_chunks": savers[1]}
         return self._once(
             (sequence_parallel, savers),

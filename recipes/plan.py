@@ -140,6 +140,13 @@ def find_machine(options: argparse.Namespace) -> Machine:
     return load_machine(gpu, calibration, **{k: v for k, v in known.items() if v})
 
 
+def make_search(config: Config, machine: Machine, cuda: bool | None = None) -> Search:
+    """The layouts of a training on a machine, by default on CUDA unless that is a CPU."""
+    options = memory_options(config, machine.name != "cpu" if cuda is None else cuda)
+    size, setting = config.step.global_batch_size, config.layout.sequence_parallel
+    return Search(config.model, machine, options, size, setting)
+
+
 def emit(config: Config, plan: Plan, file: Path) -> None:
     """Write the training with the layout of a plan as a recipe.
 
@@ -175,9 +182,7 @@ def find_plans(options, config: Config, machine: Machine, keep: dict) -> tuple[S
     """The plans of the best number of GPUs, the best first."""
     best = None
     for gpus in candidates(options, machine.node):
-        search = Search(
-            config.model, machine, memory_options(config), config.step.global_batch_size
-        )
+        search = make_search(config, machine)
         plans = search.all(gpus, keep, timed=not options.memory_only)
         if best is None or (plans and not best[1]):
             best = search, plans
@@ -283,9 +288,8 @@ def learn_from(options: argparse.Namespace) -> int:
     """``--learn``: fit the constants to runs, say which were wrong, and write them."""
     runs = [read_run(run) for run in options.learn]
     machine, samples = learning_machine(options, runs[0][2]), []
-    for config, world, _, seconds in runs:
-        size = config.step.global_batch_size
-        search = Search(config.model, machine, memory_options(config), size)
+    for config, world, device, seconds in runs:
+        search = make_search(config, machine, cuda=device != "cpu")
         mine = search.at(world, own_flags(config, None))
 
         def predict(constants, search=search, mine=mine) -> float:

@@ -137,7 +137,8 @@ def test_parameters_of_every_stage(recipe, one):
 
 
 def trace_of_405b() -> tuple[int, dict, dict]:
-    config, layout = configure("pp8-dp64-tp8", "--recipe", "llama3_405b")
+    flags = "--recipe", "llama3_405b", "--zero", "1", "--pp-schedule", "1f1b"
+    config, layout = configure("pp8-dp64-tp8", *flags)
     config.model.num_hidden_layers = 8
     layout = replace(layout, micro_batches=8)
     both = dry_run.extrapolate(config, layout, 4), dry_run.formula(config, layout, 4)

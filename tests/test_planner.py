@@ -164,7 +164,8 @@ def test_the_table_and_its_reasons(capsys):
     """A layout that does not fit is told what to change, and says what is not validated."""
     assert main([*LLAMA_70B, *TOO_BIG, "--layout", "pp2-dp16-tp8"]) == 0
     out = capsys.readouterr().out
-    assert "your layout (pp2-dp16-tp8) takes" in out and "so that it fits" in out
+    assert "your layout (pp2-dp16-tp8, ZeRO-1, batches 1x64) takes" in out
+    assert "so that it fits, the fastest first:" in out
     assert "not in the table:" in out and "not validated: " in out
     assert main([*LLAMA_70B, "--keep", "tp=8", "pp=1"]) == 0
     table = capsys.readouterr().out.split("\n\n")[1].splitlines()[1:]
