@@ -1,7 +1,8 @@
 """Pipeline parallelism: the stages of a rank, and the micro-batches that run through them."""
 
+import contextlib
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -75,6 +76,43 @@ class _Stage(PipelineStage):
         if self._splits and self.has_backward:
             super().perform_reduce_grad(grad_scale_factor)
 
+    # torch makes a buffer for what each end of a stage receives in every micro-batch of a step, and
+    # keeps them all. These are there from the receiving until the forward or backward has begun
+    # with them; autograd keeps what it needs.
+
+    def _prepare_forward_infra(self, *args, **kwargs):
+        with self._only_shapes():
+            return super()._prepare_forward_infra(*args, **kwargs)
+
+    def _prepare_backward_infra(self, *args, **kwargs):
+        with self._only_shapes():
+            return super()._prepare_backward_infra(*args, **kwargs)
+
+    @contextlib.contextmanager
+    def _only_shapes(self) -> Iterator[None]:
+        device, self.device = self.device, torch.device("meta")
+        try:
+            yield
+        finally:
+            self.device = device
+
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list:
+        _remake(self.args_recv_info[fwd_chunk_id], self.device)
+        return super().get_fwd_recv_ops(fwd_chunk_id)
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list:
+        _remake(self.grad_recv_info.get(bwd_chunk_id, ()), self.device)
+        return super().get_bwd_recv_ops(bwd_chunk_id)
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *args, **kwargs):
+        output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+        _remake(self.args_recv_info[fwd_chunk_id], "meta")
+        return output
+
+    def backward_one_chunk(self, bwd_chunk_id: int, *args, **kwargs) -> None:
+        super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
+        _remake(self.grad_recv_info.get(bwd_chunk_id, ()), "meta")
+
     # In a V a rank hands gradients over to itself, and torch asks for them in an evaluation, too.
 
     def get_local_bwd_output(self, mb_index: int) -> tuple:
@@ -83,6 +121,13 @@ class _Stage(PipelineStage):
     def set_local_bwd_input(self, next_stage_bwd_outputs: tuple, mb_index: int) -> None:
         if self.has_backward:
             super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)
+
+
+def _remake(received: tuple, device: torch.device | str) -> None:
+    """Replace the buffers of what is received by others of their shapes."""
+    for info in received:
+        if info.buffer is not None:
+            info.buffer = torch.empty_like(info.buffer, device=device)
 
 
 class Pipeline:

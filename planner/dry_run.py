@@ -14,7 +14,6 @@ from parallel.stages import SCHEDULES, Stage, micro_batches_needed
 from planner.memory import (
     MicroBatch,
     holding,
-    in_flight,
     memory,
     memory_options,
     micro_batch_bytes,
@@ -48,15 +47,11 @@ def formula(config: Config, layout: Layout, pp_rank: int) -> Numbers:
     }
     if layout.zero <= 1:
         found["gathered parameters"] = all_of.gathered
-        if layout.micro_batches > 1 and not SCHEDULES[layout.pp_schedule].splits_backward:
+        splits = SCHEDULES[layout.pp_schedule].splits_backward
+        if layout.micro_batches > 1 and all_of.unsharded_gradients and not splits:
             # Before they are cut for the shards, and padded.
             whole = stage_parameters(model, replace(layout, dp=1, cp=1), stages)
             found[WHOLE] = max(4, options.dtype_bytes) * whole
-    if stages:
-        # Of those in flight the planner counts the buffer as the first input of the stage.
-        flights = in_flight(layout.pp_schedule, layout.pp, pp_rank, layout.micro_batches)
-        inputs = sum(n for n, stage in zip(flights, stages, strict=True) if not stage.first)
-        found["buffers to receive into"] = all_of.buffers + inputs * micro.boundary
     sent = collectives(model, layout, stages=stages, seq_len=seq_len, **plan)
     # Where a sequence is cut over all ranks, they are one group, also as shards.
     names = {"dp x cp": "cp"} if layout.cp == layout.world_size else {}

@@ -104,7 +104,12 @@ def _fsdp_params(model: nn.Module) -> Iterator:
 def held(model: nn.Module, optimizer: ShardedOptimizer) -> Held:
     """What this rank holds now of parameters, gradients and optimizer state."""
     parameters = gathered = gradients = whole = 0
-    for p in _fsdp_params(model):
+    sharded = list(_fsdp_params(model))
+    if not sharded:  # one dp rank, which has nothing to share out
+        parameters = sum(map(local_bytes, model.parameters()))
+        found = (p.grad for p in model.parameters())
+        gradients = sum(local_bytes(grad) for grad in found if grad is not None)
+    for p in sharded:
         parameters += local_bytes(p.sharded_param)
         gathered += sum(t.untyped_storage().nbytes() for t in p.all_gather_outputs)
         if (shard := p.sharded_param.grad) is not None:

@@ -26,7 +26,7 @@ ITEMS = {
     "gathered": "parameters gathered to compute with",
     "unsharded_gradients": "gradients before they are shared out",
     "activations": "kept for the backward, of all micro-batches in flight",
-    "buffers": "where a pipeline receives, one per micro-batch and direction",
+    "buffers": "where a pipeline receives",
     "loss": "logits and what the loss makes of them",
     "working": "one block computed again, and its backward",
 }
@@ -297,6 +297,15 @@ def in_flight(schedule: str, pp: int, pp_rank: int, micro_batches: int) -> tuple
     return (pp + behind - 1 + (schedule == "dualpipev"), pp_rank + 1)
 
 
+def receiving(schedule: str, pp: int) -> int:
+    """Buffers that a rank receives into at once, at most: neighbours may send ahead.
+
+    Of torch's schedules, with buffers that live until they are computed with
+    (``parallel/pipeline.py``).
+    """
+    return {"gpipe": 1, "1f1b": 1, "interleaved": max(3, pp)}.get(schedule, 4)
+
+
 class MicroBatch(NamedTuple):
     """Bytes that do not depend on the pipeline or on dp: of a block, of the embedding, of norm and
     head, of what crosses between stages, what the loss keeps, its largest, and a block's backward.
@@ -354,9 +363,8 @@ def rank_memory(
 
     FSDP2 (``parallel/data_parallel.py``): ZeRO-3 gathers the block that computes and the next, and
     keeps the head; ZeRO-2 keeps all blocks gathered, too, and ZeRO-1 and 0 also the embedding, and
-    whole gradients in float32. Torch's pipeline holds a buffer per micro-batch for what each end
-    receives (``torch/distributed/pipelining/stage.py``). A single dp rank computes with what it
-    stores, unless FSDP2 casts or offloads.
+    whole gradients in float32. A single dp rank computes with what it stores, unless FSDP2 casts or
+    offloads.
 
     Args:
         units: of :func:`unit_sizes`.
@@ -378,14 +386,12 @@ def rank_memory(
     if layout.pp > 1 and c < s and SCHEDULES[layout.pp_schedule].splits_backward:
         # Of weights, as they are computed: FSDP2 adds them to those in s at its next backward.
         unsharded = max(unsharded, (c + s) * whole)
-    m, flights, buffers = layout.micro_batches, (1,), 0
+    flights, buffers = (1,), 0
     if layout.pp > 1:
-        flights = in_flight(layout.pp_schedule, layout.pp, held.pp_rank, m)
-        # What was received is the first input of a stage, and what goes on stays.
-        buffers = sum(
-            (m - n) * (not first) + m * (not last)
-            for n, (_, first, last) in zip(flights, held.stages, strict=True)
-        )
+        schedule, m = layout.pp_schedule, layout.micro_batches
+        # What was received is then the first input of a stage, and what goes on stays.
+        flights = in_flight(schedule, layout.pp, held.pp_rank, m)
+        buffers = receiving(schedule, layout.pp)
     ends = micro.head, micro.boundary
     return Memory(
         parameters=s * stored,

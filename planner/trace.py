@@ -81,20 +81,6 @@ def _agree_on_given_shapes(pipeline: Pipeline) -> None:
     pipeline._schedule._warmup_p2p = settle
 
 
-def _received(pipeline: Pipeline | None) -> int:
-    """Bytes of the buffers that a pipeline receives into."""
-    schedule = getattr(pipeline, "_schedule", None)
-    stages = getattr(schedule, "_stages", None) or [getattr(schedule, "_stage", None)]
-    infos = [
-        info
-        for stage in filter(None, stages)
-        for received in (stage.args_recv_info, stage.grad_recv_info)
-        for chunk in received.values()
-        for info in chunk
-    ]
-    return sum(info.buffer.nbytes for info in infos if info.buffer is not None)
-
-
 def trace(config: Config, layout: Layout, pp_rank: int, blocks: int, *, cuda: bool) -> Traced:
     """One step, and one more forward, of the first rank at a coordinate of pp.
 
@@ -126,8 +112,6 @@ def trace(config: Config, layout: Layout, pp_rank: int, blocks: int, *, cuda: bo
             tokens = torch.zeros((layout.batch_size, seq_len // layout.cp), dtype=torch.int64)
             traced = _step(model, optimizer, tokens, layout, ranks, pipeline)
             traced.held["kept by a micro-batch"] = _kept(parts, stages, tokens, options, ranks)
-            if pipeline:
-                traced.held["buffers to receive into"] = _received(pipeline)
     return traced
 
 
@@ -160,11 +144,12 @@ def _step(
         "parameters": end.parameters, "gradients": end.gradients, "optimizer state": end.optimizer
     }  # fmt: skip
     if layout.zero <= 1:
-        found["gathered parameters"] = max(moment.gathered for moment in within)
+        found["gathered parameters"] = max((moment.gathered for moment in within), default=0)
         # A schedule that splits the backward keeps gradients of weights in the compute dtype, too,
         # until its next backward.
-        if layout.micro_batches > 1 and not SCHEDULES[layout.pp_schedule].splits_backward:
-            found["whole gradients"] = max(moment.whole_gradients for moment in within)
+        splits = SCHEDULES[layout.pp_schedule].splits_backward
+        if layout.micro_batches > 1 and within and not splits:
+            found["whole gradients"] = max((moment.whole_gradients for moment in within), default=0)
     return Traced(found, dict(counter.by_dim(ranks.mesh)))
 
 

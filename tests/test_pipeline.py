@@ -3,6 +3,7 @@ no change of the number of stages is anything but a layout."""
 
 import itertools
 import json
+from unittest import mock
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_sc
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from models.config import LlamaConfig
+from parallel import pipeline
 from parallel.stages import (
     SCHEDULES,
     balanced_blocks,
@@ -20,7 +22,7 @@ from parallel.stages import (
     make_stages,
     micro_batches_needed,
 )
-from planner.memory import in_flight
+from planner.memory import in_flight, receiving
 from tests.launch import curve, rows, train
 from tests.toy import MODEL, deviation, train_toy
 from training.command_line import load_recipe
@@ -155,6 +157,29 @@ def test_bubble_and_micro_batches_in_flight(schedule, launched1):
         documented = {"gpipe": m, "1f1b": pp, "interleaved": 3 * pp - 1, "zbv": 2 * pp}
         if m > pp:
             assert sum(in_flight(schedule, pp, 0, m)) == documented.get(schedule, 2 * pp + 1)
+
+
+def most_received_into(schedule: str) -> tuple[int, int]:
+    """Buffers that a rank receives into at once, and those that are left after a step."""
+    made, most, remake = set(), [0], pipeline._remake
+
+    def counted(received, device):
+        remake(received, device)
+        for info in received:
+            made.discard(id(info)) if device == "meta" else made.add(id(info))
+        most[0] = max(most[0], len(made))
+
+    with mock.patch.object(pipeline, "_remake", counted):
+        train_toy(1, pp=2, schedule=schedule, micro_batches=4, num_hidden_layers=4, zero=1)
+    return most[0], len(made)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_buffers_go_once_they_are_computed_with(schedule, ranks4):
+    """However many micro-batches there are."""
+    found = ranks4.run(most_received_into, schedule)
+    assert all(left == 0 for _, left in found)
+    assert 1 <= max(most for most, _ in found) <= receiving(schedule, 2)
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "interleaved", "zbv", "dualpipev"])
