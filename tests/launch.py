@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -30,7 +31,10 @@ def run_main(argv: list[str], port: int) -> tuple[int, str]:
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     sys.argv = ["train_llm.py", *argv]
     out, code = io.StringIO(), 0
-    with contextlib.redirect_stdout(out):
+    # What this rank has from the fork server stays frozen: thawed at the end of one run, all of it
+    # would be searched in the next.
+    frozen = mock.patch.multiple("gc", freeze=mock.DEFAULT, unfreeze=mock.DEFAULT)
+    with contextlib.redirect_stdout(out), frozen:
         try:
             train_llm.main()
         except SystemExit as leaving:
