@@ -22,8 +22,8 @@ from multiprocessing.connection import wait
 # are stopped while nobody needs them, and ended with too many groups behind them.
 MAX_THREADS = 80
 PR_SET_PDEATHSIG = 1
-_context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["tests.ranks_preload"])
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(["tests.ranks_preload"])
 
 
 class RankError(AssertionError):
@@ -86,8 +86,8 @@ class Group:
         self._log = tempfile.NamedTemporaryFile(prefix="ranks-", suffix=".log")  # noqa: SIM115
         self._pipes = []
         for rank in range(self.world_size):
-            here, there = _context.Pipe()
-            process = _context.Process(
+            here, there = CONTEXT.Pipe()
+            process = CONTEXT.Process(
                 target=_serve,
                 args=(rank, self.world_size, port, there, self._log.name),
                 daemon=True,

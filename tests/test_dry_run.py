@@ -3,6 +3,7 @@
 import math
 import subprocess
 import sys
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from unittest import mock
 
@@ -19,7 +20,7 @@ from planner import dry_run
 from planner.measure import LiveBytes, local_bytes
 from planner.memory import Options, loss_bytes, memory, memory_options
 from planner.trace import fake_rank
-from tests.ranks import Group
+from tests.ranks import CONTEXT, Group
 from training.checks import check
 from training.command_line import RECIPES, parse_flags
 from training.config import Config
@@ -52,27 +53,49 @@ def test_the_planner_is_torch_free():
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
-def traced_and_planned(name: str, flags: list[str]) -> list[tuple[dict, dict]]:
+def traced_and_planned(name: str, flags: str) -> list[tuple[dict, dict]]:
     """The numbers of the first, a middle and the last coordinate of pp."""
-    config, layout = configure(name, *MODEL, *flags)
+    config, layout = configure(name, *MODEL, *flags.split())
     ranks = sorted({0, layout.pp // 2, layout.pp - 1})
     both = dry_run.extrapolate, dry_run.formula
     return [tuple(f(config, layout, rank) for f in both) for rank in ranks]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"], ids=["cpu", "cuda"])
-@pytest.mark.parametrize(("tp", "sp"), [(1, "off"), (2, "off"), (2, "on"), (4, "off"), (4, "on")])
-@pytest.mark.parametrize("mode", ["none", "selective", "full"])
-def test_what_blocks_keep(mode, tp, sp, dtype, one):
-    flags = f"--num-hidden-layers 2 --global-batch-size 2 --dtype {dtype} --sequence-parallel {sp} "
-    flags += f"--activation-checkpoint {mode}"
-    ((found, expected),) = one.run(traced_and_planned, f"2x{tp}", flags.split())[0]
+@pytest.fixture(scope="module")
+def traced(request):
+    """What a case gives. Those of all tests that are to run are traced ahead, two at a time."""
+    items = [item for item in request.session.items if item.path == request.path]
+    cases = [item.callspec.params.get("case") for item in items if hasattr(item, "callspec")]
+    with ProcessPoolExecutor(2, CONTEXT) as pool:
+        ahead = {case: pool.submit(traced_and_planned, *case) for case in filter(None, cases)}
+        yield lambda case: ahead[case].result()
+
+
+BLOCKS = {
+    f"{mode}-{tp}-{sp}-{kind}": (
+        f"2x{tp}",
+        f"--num-hidden-layers 2 --global-batch-size 2 --dtype {dtype} --sequence-parallel {sp} "
+        f"--activation-checkpoint {mode}",
+    )
+    for mode in ("none", "selective", "full")
+    for tp, sp in ((1, "off"), (2, "off"), (2, "on"), (4, "off"), (4, "on"))
+    for kind, dtype in (("cpu", "float32"), ("cuda", "bfloat16"))
+}
+
+
+@pytest.mark.parametrize("case", BLOCKS.values(), ids=BLOCKS)
+def test_what_blocks_keep(case, traced):
+    ((found, expected),) = traced(case)
     assert found == expected
 
 
-@pytest.mark.parametrize(
-    ("name", "flags"),
-    [
+def flags_of(layers: int, batch: int, flags: str) -> str:
+    return f"--num-hidden-layers {layers} --global-batch-size {batch} {flags}"
+
+
+LAYOUTS = [
+    (name, flags_of(3, 16, flags))
+    for name, flags in [
         ("4x1", "--zero 3"),
         ("4x1", "--zero 2"),
         ("4x1", "--zero 1"),
@@ -84,28 +107,32 @@ def test_what_blocks_keep(mode, tp, sp, dtype, one):
         ("dp1-cp4-tp1", "--zero 2 --loss-chunks 3 --dtype bfloat16"),
         ("2x4", "--vocab-size 257 --loss-chunks 5 --dtype bfloat16"),
         ("dp2-cp2-tp1", "--zero 1 --vocab-size 257 --dtype float64"),
-    ],
-)
-def test_what_layouts_hold_and_send(name, flags, one):
-    flags = f"--num-hidden-layers 3 --global-batch-size 16 {flags}"
-    ((found, expected),) = one.run(traced_and_planned, name, flags.split())[0]
+    ]
+]
+
+
+@pytest.mark.parametrize("case", LAYOUTS, ids="-".join)
+def test_what_layouts_hold_and_send(case, traced):
+    ((found, expected),) = traced(case)
     assert found == expected
 
 
-@pytest.mark.parametrize(
-    ("name", "schedule", "layers", "batch", "flags"),
-    [
+PIPELINES = [
+    (name, flags_of(layers, batch, f"--pp-schedule {schedule} {flags}"))
+    for name, schedule, layers, batch, flags in [
         ("pp3-dp2-tp2", "1f1b", 7, 16, "--zero 3 --sequence-parallel on"),
         ("pp2-dp2-tp1", "gpipe", 3, 16, "--zero 2 --activation-checkpoint full"),
         ("pp2-dp1-cp2-tp2", "1f1b", 3, 8, "--zero 1 --dtype bfloat16"),
         ("pp2-rep2-dp2-tp1", "interleaved", 4, 24, "--zero 1 --activation-checkpoint selective"),
         ("pp2-dp2-tp2", "zbv", 4, 12, "--zero 1 --sequence-parallel on --dtype bfloat16"),
         ("pp2-dp2-tp1", "dualpipev", 4, 12, "--zero 0"),
-    ],
-)
-def test_what_pipelines_hold_and_send(name, schedule, layers, batch, flags, one):
-    flags += f" --pp-schedule {schedule} --num-hidden-layers {layers} --global-batch-size {batch}"
-    for found, expected in one.run(traced_and_planned, name, flags.split())[0]:
+    ]
+]
+
+
+@pytest.mark.parametrize("case", PIPELINES, ids="-".join)
+def test_what_pipelines_hold_and_send(case, traced):
+    for found, expected in traced(case):
         assert found == expected
         assert found["recv over pp: count"] == found["send over pp: count"] > 0
 
