@@ -77,11 +77,12 @@ BATCH24 = ["--global-batch-size", 24, "--dtype", "float64", "--eval-every", 0]
 
 @pytest.fixture(scope="module")
 def saved_2x4(launched8, tmp_path_factory):
-    """Four steps at 2x4, to be continued, and five without a stop."""
+    """Five steps at 2x4 without a stop, and the same cut off after four, to be continued."""
     base = tmp_path_factory.mktemp("saved")
-    flags = ["--num-attention-heads", 8, "--tp", 4, *BATCH24]
-    train(launched8, base / "half", *flags, "--steps", 4, "--lr-decay-steps", 5)
+    flags = ["--num-attention-heads", 8, "--tp", 4, *BATCH24, "--checkpoint-every", 4]
     train(launched8, base / "straight", *flags, "--steps", 5)
+    shutil.copytree(base / "straight", base / "half")
+    shutil.rmtree(base / "half/checkpoints/step-00000005")
     return base
 
 
