@@ -4,9 +4,11 @@ import contextlib
 import io
 import json
 import os
+import runpy
 import struct
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -15,7 +17,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import train_llm
-from tests.ranks import Group, free_port
+from tests.ranks import CONTEXT, Group, free_port
 
 REPO = Path(__file__).parent.parent
 # A model of a second or two: what is tested here is the run, not the learning.
@@ -49,6 +51,29 @@ def train(group: Group, run_dir: Path, *flags: str | int) -> str:
     assert {code for code, _ in results} == {0}
     assert not any(text for _, text in results[1:]), "only rank 0 speaks"
     return results[0][1]
+
+
+def _alone(argv: list[str], environ: dict[str, str], folder: Path) -> None:
+    os.environ.clear()
+    os.environ.update(environ)
+    for stream, name in ((1, "out"), (2, "err")):
+        os.dup2(os.open(folder / name, os.O_WRONLY | os.O_CREAT), stream)
+    sys.argv = ["train_llm.py", *argv]
+    runpy.run_path(str(REPO / "train_llm.py"), run_name="__main__")
+
+
+def forked(*argv: str | int) -> tuple[int, str, str]:
+    """``python train_llm.py ARGV``, but for the seconds of its imports: forked from the fork
+    server. Its exit code, what it printed, and what it said on stderr."""
+    with tempfile.TemporaryDirectory() as folder:
+        words = [*map(str, argv)], dict(os.environ), Path(folder)
+        process = CONTEXT.Process(target=_alone, args=words, daemon=True)
+        process.start()
+        process.join(90)
+        process.kill()
+        process.join()
+        out, err = ((Path(folder) / name).read_text() for name in ("out", "err"))
+        return process.exitcode, out, err
 
 
 def command(*argv: str | int, launcher: list[str] | None = None, **options) -> subprocess.Popen:

@@ -15,10 +15,20 @@ import pytest
 import torch
 
 from launch import diagnose
-from tests.launch import REPO, SMALL, checkpoint_tensors, command, curve, rows, run_main, train
-from tests.ranks import Group, RankError, free_port
+from tests.launch import (
+    REPO,
+    SMALL,
+    checkpoint_tensors,
+    command,
+    curve,
+    forked,
+    rows,
+    run_main,
+    train,
+)
+from tests.ranks import RankError, free_port
 from tests.test_checkpoint import flip
-from tests.torture import torture
+from tests.torture import flags, torture
 
 TORCHRUN = ["-m", "torch.distributed.run", "--nproc-per-node", "2"]
 
@@ -108,9 +118,8 @@ def test_plain_python_stops_at_a_signal_and_goes_on(number, tmp_path):
     assert found["reason"] == "a rank received a signal"
 
     argv[argv.index("--steps") + 1] = done + 5
-    process = command(*argv)
-    out, err = process.communicate(timeout=90)
-    assert process.returncode == 0, err
+    code, out, err = forked(*argv)
+    assert code == 0, err
     assert f"resumed from {tmp_path}/checkpoints/step-{done:08d}" in out
     assert steps(tmp_path) == list(range(1, done + 6))
 
@@ -151,8 +160,9 @@ def test_torchrun_restarts_after_a_kill(launched2, tmp_path, diagnosis):
     """Its own restart, with the store of the first attempt, goes on from the last checkpoint."""
     launcher = [*TORCHRUN, "--standalone", "--max-restarts", "2"]
     # The restart is to go on from the newest one, not once more from the one that is named.
-    train(launched2, tmp_path, "--steps", 4, "--lr-decay-steps", 60)
-    argv = [*SMALL, "--tp", 2, "--run-dir", tmp_path, "--steps", 60, "--checkpoint-every", 5]
+    train(launched2, tmp_path, "--steps", 4, "--lr-decay-steps", 40)
+    argv = [*SMALL, "--tp", 2, "--run-dir", tmp_path, "--steps", 40, "--checkpoint-every", 5]
+    argv += ["--comm-timeout", 10]
     process = command(*argv, "--resume", "step-4", launcher=launcher)
     wait_until(lambda: list(tmp_path.glob("checkpoints/step-0000001?")), process)
     os.kill(workers(process)[1], signal.SIGKILL)
@@ -161,7 +171,7 @@ def test_torchrun_restarts_after_a_kill(launched2, tmp_path, diagnosis):
     resumed = [line for line in out.splitlines() if line.startswith("resumed from")]
     assert len(resumed) == 2 and resumed[0].endswith("step-00000004")
     assert int(resumed[1][-8:]) >= 10
-    assert steps(tmp_path) == list(range(1, 61))
+    assert steps(tmp_path) == list(range(1, 41))
     # Rank 0 only lost its connection; the one that says so names the one that is gone.
     assert "error on rank 1: rank 1 on " in err and "its process is stopped or gone" in err
     assert err.count("train_llm.py: error") == 1
@@ -220,10 +230,10 @@ def hang(argv: list[str], port: int):
         return run_main(argv, port)
 
 
-def test_a_rank_that_is_behind_is_named(tmp_path, diagnosis):
+def test_a_rank_that_is_behind_is_named(fresh, tmp_path, diagnosis):
     """Its process lives, and so does its pulse; it is the one the others wait for."""
-    group = Group(4, process_group=False, timeout=60)
-    argv = [*SMALL, "--run-dir", tmp_path, "--steps", 9, "--tp", 2, "--comm-timeout", 10]
+    group = fresh(4)
+    argv = [*SMALL, "--run-dir", tmp_path, "--steps", 9, "--tp", 2, "--comm-timeout", 6]
     with pytest.raises(RankError, match="died"):
         group.run(hang, [str(word) for word in argv], free_port())
     found = status(tmp_path)
@@ -268,9 +278,9 @@ def kill_one(argv: list[str], port: int):
         return run_main(argv, port)
 
 
-def test_a_rank_that_is_lost_within_a_stage_is_named(tmp_path, diagnosis):
+def test_a_rank_that_is_lost_within_a_stage_is_named(fresh, tmp_path, diagnosis):
     """torch's pipeline wraps what the survivors see."""
-    group = Group(4, process_group=False, timeout=60)
+    group = fresh(4)
     argv = [*SMALL, "--run-dir", tmp_path, "--steps", 9, "--tp", 2, "--comm-timeout", 6]
     argv += ["--pp", 2, "--pp-schedule", "interleaved", "--num-hidden-layers", 4]
     with pytest.raises(RankError, match="rank 3: died") as failure:
@@ -283,8 +293,8 @@ def test_a_rank_that_is_lost_within_a_stage_is_named(tmp_path, diagnosis):
     assert "Rank 3 on " in said and "has left nothing" in said and "raised" not in said
 
 
-def test_the_first_error_is_the_one_that_is_seen(tmp_path, diagnosis):
-    group = Group(4, process_group=False, timeout=60)
+def test_the_first_error_is_the_one_that_is_seen(fresh, tmp_path, diagnosis):
+    group = fresh(4)
     argv = [*SMALL, "--run-dir", tmp_path, "--steps", 9, "--tp", 2, "--checkpoint-every", 1]
     with pytest.raises(RankError) as failure:
         group.run(fail_on_one, [str(word) for word in argv], free_port())
@@ -298,8 +308,9 @@ def test_the_first_error_is_the_one_that_is_seen(tmp_path, diagnosis):
     assert "ValueError: the first error" in diagnosis(tmp_path, "--stacks", 1)
 
 
-def test_kills_at_random_instants_change_nothing(tmp_path):
+def test_kills_at_random_instants_change_nothing(launched2, tmp_path):
     """The short form of ``python -m tests.torture``."""
+    train(launched2, tmp_path / "straight", *flags(processes=2, steps=60))
     assert torture(tmp_path, kills=3, processes=2, steps=60, seed=time.time_ns()) == []
 
 
@@ -329,9 +340,8 @@ def test_a_damaged_checkpoint_is_passed_over(run_dir, launched2, two_checkpoints
 
 def refused(run_dir: Path, *flags: str | int) -> str:
     """The one line with which a start in ``run_dir`` is refused."""
-    process = command(*SMALL, "--run-dir", run_dir, "--steps", 6, *flags)
-    _, err = process.communicate(timeout=90)
-    assert process.returncode == 2 and err.count("\n") == 1, err
+    code, _, err = forked(*SMALL, "--run-dir", run_dir, "--steps", 6, *flags)
+    assert code == 2 and err.count("\n") == 1, err
     return err
 
 
@@ -339,9 +349,8 @@ def test_no_whole_checkpoint_is_no_reason_to_begin_anew(run_dir):
     before = (run_dir / "metrics.jsonl").read_bytes()
     flip(run_dir / "checkpoints/step-00000004")
     (run_dir / "checkpoints/step-00000002/.metadata").unlink()
-    process = command(*SMALL, "--run-dir", run_dir, "--steps", 6)
-    _, err = process.communicate(timeout=90)
-    assert process.returncode == 2 and "Traceback" not in err
+    code, _, err = forked(*SMALL, "--run-dir", run_dir, "--steps", 6)
+    assert code == 2 and "Traceback" not in err
     assert "holds no whole checkpoint" in err and ".metadata is missing" in err
     assert (run_dir / "metrics.jsonl").read_bytes() == before
 
@@ -388,15 +397,14 @@ def small_disk(tmp_path):
 def test_a_full_disk(small_disk):
     """Training goes on without saves; the last one counts for the exit code and status.json."""
     run_dir = small_disk / "run"
-    argv = ["--steps", 40, "--checkpoint-every", 2, "--keep-checkpoints", 0]
-    process = command(*SMALL, "--run-dir", run_dir, *argv)
-    out, err = process.communicate(timeout=120)
-    assert process.returncode == 1 and "Traceback" not in err
+    argv = ["--steps", 30, "--checkpoint-every", 2, "--keep-checkpoints", 0]
+    code, out, err = forked(*SMALL, "--run-dir", run_dir, *argv)
+    assert code == 1 and "Traceback" not in err
     said = [line for line in err.splitlines() if line.startswith("train_llm.py: ")]
     assert "cannot be written: OSError: [Errno 28] No space left" in said[0]
     assert said[0].endswith("training goes on") and len(said) > 10
-    assert "error on rank 0" in said[-1] and "step-00000040 cannot be written" in said[-1]
-    assert "step 40/40" in out and steps(run_dir) == list(range(1, 41))
+    assert "error on rank 0" in said[-1] and "step-00000030 cannot be written" in said[-1]
+    assert "step 30/30" in out and steps(run_dir) == list(range(1, 31))
     assert status(run_dir)["state"] == "failed"
     saved = sorted(run_dir.glob("checkpoints/*"))
     assert saved and checkpoint_tensors(saved[-1])
@@ -406,7 +414,7 @@ def test_a_full_disk(small_disk):
     process = command(*SMALL, "--run-dir", run_dir, *argv)
     out, err = process.communicate(timeout=120)
     assert process.returncode == 0, err
-    assert f"resumed from {saved[-1]}" in out and steps(run_dir) == list(range(1, 41))
+    assert f"resumed from {saved[-1]}" in out and steps(run_dir) == list(range(1, 31))
     assert status(run_dir)["state"] == "finished"
 
 

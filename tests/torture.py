@@ -28,13 +28,17 @@ REPO = Path(__file__).parent.parent
 WHEN = ("start", "step", "save", "rename")
 
 
+def flags(processes: int, steps: int) -> list[str | int]:
+    """Saving every second step, so that most instants are in or near a save."""
+    found = ["--tp", processes, "--steps", steps, "--checkpoint-every", 2]
+    return [*found, "--eval-every", 5, "--eval-batches", 1]
+
+
 def command(run_dir: Path, processes: int, steps: int) -> list[str]:
-    """One start: saving every second step, so that most instants are in or near a save."""
-    flags = [*SMALL, "--tp", processes, "--steps", steps, "--wandb", "offline"]
-    flags += ["--run-dir", run_dir.resolve(), "--checkpoint-every", 2]
-    flags += ["--eval-every", 5, "--eval-batches", 1]
+    """One start of the run."""
     launcher = ["-m", "torch.distributed.run", f"--master-port={free_port()}"]
-    words = [*launcher, "--nproc-per-node", processes, "train_llm.py", *flags]
+    words = [*launcher, "--nproc-per-node", processes, "train_llm.py", *SMALL]
+    words += [*flags(processes, steps), "--run-dir", run_dir.resolve(), "--wandb", "offline"]
     return [sys.executable, *map(str, words)]
 
 
@@ -84,9 +88,9 @@ def _kill(process: subprocess.Popen, chance: random.Random) -> None:
 
 
 def torture(base: Path, kills: int, processes: int, steps: int, seed: int) -> list[str]:
-    """Run it twice, once with kills; what differs, in words: nothing if all is well."""
+    """Run it with kills; what differs from the run in ``base / "straight"``, in words: nothing if
+    all is well."""
     chance, run_dir = random.Random(seed), base / "killed"
-    subprocess.run(command(base / "straight", processes, steps), cwd=REPO, check=True)
     for number in range(kills):
         when = WHEN[number % len(WHEN)]
         process = _start(run_dir, processes, steps)
@@ -143,6 +147,8 @@ def main() -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     shutil.rmtree(options.out, ignore_errors=True)
     options.out.mkdir(parents=True)
+    straight = command(options.out / "straight", options.processes, options.steps)
+    subprocess.run(straight, cwd=REPO, check=True)
     found = torture(options.out, options.kills, options.processes, options.steps, options.seed)
     print("; ".join(found) if found else "equal to the run that was not killed")
     sys.exit(bool(found))
