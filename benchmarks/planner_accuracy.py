@@ -22,7 +22,15 @@ from parallel.plan import columns
 from parallel.stages import Stage, make_stages
 from planner.learn import fit
 from planner.machine import Constants, Machine, load_machine
-from planner.memory import Facts, Options, block_bytes, memory, stage_parameters
+from planner.memory import (
+    Facts,
+    Options,
+    block_bytes,
+    in_flight,
+    memory,
+    micro_batch_bytes,
+    stage_parameters,
+)
 from planner.search import CONTEXT_GIB, FRAGMENTATION, GIB
 from planner.time import step_time
 from training.command_line import Parser
@@ -206,8 +214,22 @@ def predicted_gib(row: Row) -> float:
             whole = stage_parameters(row.model, replace(row.layout, dp=1), stages)
             total = whole * (WHOLE[row.source] + SHARED / shared) + held.activations
             total += max(held.loss, held.working)
+        elif row.source == "torchtitan" and stages:
+            total += _torch_buffers(row, stages) - held.buffers
         found.append(total)
     return max(found) * FRAGMENTATION / GIB
+
+
+def _torch_buffers(row: Row, stages: list[Stage]) -> int:
+    """Where torch's own stages receive: a buffer per micro-batch and end, of which those in flight
+    are the first inputs of the stages."""
+    x, m = row.layout, row.layout.micro_batches
+    flights = in_flight(x.pp_schedule, x.pp, stages[0].pp_rank, m)
+    count = sum(
+        (m - n) * (not stage.first) + m * (not stage.last)
+        for n, stage in zip(flights, stages, strict=True)
+    )
+    return count * micro_batch_bytes(row.model, x, row.options).boundary
 
 
 def machine(row: Row) -> Machine:

@@ -107,6 +107,7 @@ LAYOUTS = [
         ("dp1-cp4-tp1", "--zero 2 --loss-chunks 3 --dtype bfloat16"),
         ("2x4", "--vocab-size 257 --loss-chunks 5 --dtype bfloat16"),
         ("dp2-cp2-tp1", "--zero 1 --vocab-size 257 --dtype float64"),
+        ("1x2", "--zero 1"),
     ]
 ]
 
@@ -126,6 +127,7 @@ PIPELINES = [
         ("pp2-rep2-dp2-tp1", "interleaved", 4, 24, "--zero 1 --activation-checkpoint selective"),
         ("pp2-dp2-tp2", "zbv", 4, 12, "--zero 1 --sequence-parallel on --dtype bfloat16"),
         ("pp2-dp2-tp1", "dualpipev", 4, 12, "--zero 0"),
+        ("pp2-dp1-tp1", "interleaved", 4, 8, "--zero 1"),
     ]
 ]
 
