@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from planner.learn import BOUNDS
-from planner.machine import Machine
+from planner.machine import Machine, ranks_on_a_node
 
 # Of a device that is not in the table, where no collective was measured, in GB/s.
 ASSUMED_LINK, ASSUMED_NIC = 10.0, 1.0
@@ -49,7 +49,7 @@ class Sent:
 
     def here(self, node: int) -> int:
         """How many ranks of a group share a node of ``node`` ranks."""
-        return min(self.ranks, max(1, node // self.stride))
+        return ranks_on_a_node(self.ranks, self.stride, node)
 
 
 @dataclass(frozen=True)
@@ -161,7 +161,8 @@ def memory_part(block: BlockTime, machine: Machine) -> float | None:
 
 def measured_machine(name: str, usable_gib: float, node: int, found: Measured) -> Machine:
     """A device that is not in the table: its figures are the best that were measured."""
-    best = max(x.amount / x.seconds for x in found.products) / 1e12
+    rate, half = fit_products(found.products)
+    best = max(rate, *(x.amount / x.seconds for x in found.products)) / 1e12
     buses = {True: [], False: []}
     for x in found.sent:
         here = x.here(node)
@@ -173,7 +174,7 @@ def measured_machine(name: str, usable_gib: float, node: int, found: Measured) -
         usable_gib=usable_gib,
         peak_tflops=best,
         matmul_tflops=best,
-        half_gflop=fit_products(found.products)[1] / 1e9,
+        half_gflop=half / 1e9,
         hbm_tbs=max(x.amount / x.seconds for x in found.memory) / 1e12,
         link_gbs=link,
         peer_gbs=link,

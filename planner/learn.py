@@ -78,26 +78,38 @@ def _changes(constants: Constants, start: Constants) -> str:
     return ", ".join(changed) or "nothing"
 
 
-def measured_seconds(run: Path) -> float:
-    """Median seconds of a step of a run directory, without its first logged step.
+def measured_seconds(run: Path, since: float) -> float:
+    """Median seconds of a step of a run directory, without the first logged step.
+
+    Args:
+        since: time in seconds; what was logged before is of another start, perhaps of another
+            layout.
 
     Raises:
         ValueError: if it has too few.
     """
     rows = []
     with contextlib.suppress(OSError):
-        rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    seconds = [row["step_s"] for row in rows[1:] if row["step_s"]]
+        for line in (run / "metrics.jsonl").read_text().splitlines():
+            # A run that was killed may have left half a line.
+            with contextlib.suppress(ValueError):
+                rows.append(json.loads(line))
+    rows = [row for row in rows if isinstance(row, dict) and row.get("time", 0) >= since]
+    found = [row.get("step_s") for row in rows[1:]]
+    seconds = [s for s in found if isinstance(s, int | float) and 0 < s < math.inf]
     if not seconds:
         raise ValueError(f"{run}: metrics.jsonl has no two logged steps: train it for longer")
     return statistics.median(seconds)
 
 
-def learn(samples: Sequence[Sample], machine: Machine) -> tuple[Machine, list[str]]:
+def learn(samples: Sequence[Sample], machine: Machine) -> tuple[Machine, list[str], float]:
     """A machine whose constants explain the samples, and what that says.
 
     The fewest constants are taken that explain all of them, one or two, and of these the least
     change; what would explain them as well is named. If there are none, all are fitted together.
+
+    Returns:
+        The machine, lines for a person, and the largest relative error that is left.
     """
     start, lines = machine.constants, []
     for predict, seconds in samples:
@@ -107,9 +119,11 @@ def learn(samples: Sequence[Sample], machine: Machine) -> tuple[Machine, list[st
         )
     found = explanations(samples, start, 1) or explanations(samples, start, 2)
     constants = found[0] if found else fit(samples, start)
-    lines.append(f"wrong: {_changes(constants, start)}")
-    if others := [_changes(other, start) for other in found[1:4]]:
-        lines.append(f"or as well: {'; or '.join(others)}")
-    for predict, seconds in samples:
-        lines.append(f"now {predict(constants):.4g} s ({predict(constants) / seconds - 1:+.1%})")
-    return replace(machine, constants=constants), lines
+    others = [_changes(other, start) for other in found[1:4]]
+    lines.append(f"{'perhaps ' if others else ''}wrong: {_changes(constants, start)}")
+    if others:
+        lines.append(f"or as well: {'; or '.join(others)}; runs of other layouts would tell")
+    errors = [predict(constants) / seconds - 1 for predict, seconds in samples]
+    for (_, seconds), error in zip(samples, errors, strict=True):
+        lines.append(f"now {(1 + error) * seconds:.4g} s ({error:+.1%})")
+    return replace(machine, constants=constants), lines, max(map(abs, errors))

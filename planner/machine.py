@@ -52,6 +52,7 @@ class Machine:
         source: where the constants come from; None is the table.
         compiled: whether they were measured with compiled blocks; None where it is not known.
         dtype: compute dtype in which they were measured; None where it is not known.
+        learnt: whether they were fitted to steps of training.
     """
 
     name: str
@@ -68,6 +69,7 @@ class Machine:
     source: str | None = None
     compiled: bool | None = None
     dtype: str | None = None
+    learnt: bool = False
 
     def product_seconds(self, flops: float, times: int = 1) -> float:
         """Of ``times`` matrix products of so many FLOPs each."""
@@ -82,16 +84,21 @@ class Machine:
         """To read or write so many bytes of memory."""
         return size / (self.constants.hbm * self.hbm_tbs * 1e12)
 
-    def collective_seconds(self, size: float, ranks: int, stride: int, kind: str) -> float:
+    def collective_seconds(
+        self, size: float, ranks: int, stride: int, kind: str, world: int | None = None
+    ) -> float:
         """Of a collective over ``ranks`` that are ``stride`` apart; ``size`` bytes are the whole.
 
         Ring algorithms: every rank sends (n - 1) / n of the whole, an all-reduce twice that. Ranks
         of a group that share a node each drive a NIC of their own.
+
+        Args:
+            world: number of all ranks, which may be fewer than a node has; None for many.
         """
         if ranks == 1:
             return 0.0
         c = self.constants
-        here = min(ranks, max(1, self.node // stride))
+        here = ranks_on_a_node(ranks, stride, min(self.node, world or self.node))
         speed = c.link * min(self.link_gbs, self.peer_gbs * (here - 1)) if here > 1 else math.inf
         latency, nodes = c.latency, -(-ranks // here)
         if nodes > 1:
@@ -99,6 +106,12 @@ class Machine:
             latency += 2 * c.latency * math.sqrt(nodes)
         part = 1.0 if kind in ("send", "recv") else (ranks - 1) / ranks
         return (2 if kind == "all_reduce" else 1) * (part * size / (speed * 1e9) + latency)
+
+
+def ranks_on_a_node(ranks: int, stride: int, node: int) -> int:
+    """How many ranks of a group share a node of ``node`` ranks, wherever the group begins: where
+    groups do not line up with nodes, some are cut."""
+    return max(1, math.gcd(node, ranks * stride) // stride)
 
 
 def known_gpus() -> list[str]:
@@ -136,13 +149,24 @@ def load_machine(gpu: str, calibration: Path | None = None, **changes: float) ->
     return Machine(name=gpu, **{**table[gpu], **changes})
 
 
+_NUMBERS = {field.name for kind in (Machine, Constants) for field in fields(kind)} - {
+    "name", "constants", "source", "compiled", "dtype", "learnt"
+}  # fmt: skip
+
+
 def _read_calibration(file: Path, gpu: str) -> Machine:
     try:
         found = json.loads(file.read_text())
         constants = Constants(**found.pop("constants"))
         known = {field.name for field in fields(Machine)}
         machine = Machine(**{k: v for k, v in found.items() if k in known}, constants=constants)
-    except (OSError, ValueError, TypeError, KeyError) as error:
+        for name, value in {**vars(machine), **vars(constants)}.items():
+            number = isinstance(value, int | float) and not isinstance(value, bool)
+            if name in _NUMBERS and not (number and 0 < value < math.inf):
+                raise ValueError(f"{name} is {value!r}, not a number above 0")
+        if machine.node != int(machine.node):
+            raise ValueError(f"node is {machine.node}, not a whole number")
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise ConfigError(
             f"--calibration {file}: cannot be read ({error}): measure it anew"
         ) from None

@@ -39,7 +39,10 @@ class Prediction:
 
     def lines(self) -> list[str]:
         """What a run is to hold and take, for its start."""
+        # The loss is over when the backward of a block begins: the larger of the two counts.
+        smaller = min(("loss", "working"), key=vars(self.fullest).get)
         items = sorted(vars(self.fullest).items(), key=lambda item: -item[1])
+        items = [item for item in items if item[0] != smaller]
         parts = (f"{SHORT.get(name, name)} {bytes_of(n)}" for name, n in items if n)
         found = [f"plan: {bytes_of(self.fullest.total)} on the fullest ranks ({', '.join(parts)})"]
         if self.time is None:

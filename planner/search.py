@@ -15,7 +15,7 @@ from parallel.layout import (
     make_layout,
 )
 from parallel.stages import SCHEDULES, Stage
-from planner.machine import Machine
+from planner.machine import Machine, ranks_on_a_node
 from planner.memory import (
     ITEMS,
     Holding,
@@ -36,6 +36,9 @@ FRAGMENTATION, CONTEXT_GIB = 1.03, 1.0
 # Of the usable memory, what a plan may take; out_of_memory gives it one chance in four.
 LIMIT = 0.85
 TOO_MUCH = "too much memory"
+# Two layouts on one machine share most of a formula's error; what is left has a median of about
+# this part (docs/planning.md). Nearer ones are a tie.
+TIE = 0.05
 # From the fastest to the smallest. Selective checkpointing is not tried: it keeps about as much as
 # none, under tensor parallelism more.
 CHECKPOINTING, LOSS_CHUNKS = ("none", "full"), (1, 8)
@@ -62,14 +65,21 @@ class Plan:
 
     @property
     def gib(self) -> float:
-        """What the process takes of its GPU, in GiB."""
-        return self.memory.total * FRAGMENTATION / GIB + CONTEXT_GIB
+        """What the process takes of its device, in GiB."""
+        held = self.memory.total / GIB
+        return held * FRAGMENTATION + CONTEXT_GIB if self.options.cuda else held
 
     @property
     def structure(self) -> tuple[int, ...]:
         """Sizes of the dims."""
         x = self.layout
         return x.pp, x.dp_replicate, x.dp, x.cp, x.tp
+
+
+def divisors(n: int) -> list[int]:
+    """All of them, ascending."""
+    small = [i for i in range(1, math.isqrt(n) + 1) if n % i == 0]
+    return small + [n // i for i in reversed(small) if i * i != n]
 
 
 def out_of_memory(part: float) -> float:
@@ -114,12 +124,12 @@ class Search:
         Args:
             keep: what is to stay: sizes of dims by name, zero, pp_schedule, batch_size.
         """
-        sizes = [n for n in range(1, gpus + 1) if gpus % n == 0]
+        sizes = divisors(gpus)
         tried = {name: (keep[name],) if name in keep else sizes for name in DIMS}
         for pp in tried["pp"]:
             for tp in tried["tp"]:
-                if tp > self.machine.node and "tp" not in keep:
-                    self.rejected[f"tp above {self.machine.node} leaves the node; see --keep"] += 1
+                if self.leaves_node(tp, gpus) and "tp" not in keep:
+                    self.rejected[f"tp {tp} leaves nodes of {self.machine.node}; see --keep"] += 1
                     continue
                 for cp in tried["cp"]:
                     for replicate in tried["dp_replicate"]:
@@ -127,13 +137,17 @@ class Search:
                             shape = {"pp": pp, "tp": tp, "cp": cp, "dp_replicate": replicate}
                             yield from self._cut(gpus, keep, shape)
 
+    def leaves_node(self, tp: int, gpus: int) -> bool:
+        """Whether tensor parallelism would cross a network."""
+        return gpus > self.machine.node and ranks_on_a_node(tp, 1, self.machine.node) < tp
+
     def _cut(self, gpus: int, keep: dict, shape: dict) -> Iterator[Layout]:
         """The ZeRO stages, schedules and micro-batches of a shape."""
         ranks = gpus // (shape["pp"] * shape["cp"] * shape["tp"])
         zeros = (keep["zero"],) if "zero" in keep else ZEROS
-        if shape["dp_replicate"] > 1:
+        if "zero" not in keep and shape["dp_replicate"] > 1:
             zeros = [z for z in zeros if z >= 2]  # replicas of ZeRO-1 would share out less
-        elif ranks == 1:
+        elif "zero" not in keep and ranks == 1:
             zeros = [z for z in zeros if z]  # which is ZeRO-1 where there are no replicas
         schedules = ("1f1b",) if shape["pp"] == 1 else SCHEDULES_TRIED
         if "pp_schedule" in keep and shape["pp"] > 1:
@@ -142,19 +156,20 @@ class Search:
         for zero in zeros:
             for schedule in schedules:
                 for size in sizes:
-                    if size > 1 and self.global_batch_size // ranks % size:
+                    share = self.global_batch_size // ranks
+                    if size > 1 and share % size and "batch_size" not in keep:
                         continue
                     try:
                         yield self.layout(
-                            world_size=gpus, batch_size=size, zero=zero, pp_schedule=schedule,
-                            **shape,
+                            keep.get("activation_checkpoint", "none"), world_size=gpus,
+                            batch_size=size, zero=zero, pp_schedule=schedule, **shape,
                         )  # fmt: skip
                     except LayoutError as error:
                         self.rejected[_short(str(error))] += 1
                         break  # larger micro-batches are fewer
 
-    def layout(self, **sizes) -> Layout:
-        """A layout of these sizes, checked as training checks it, but for checkpointing.
+    def layout(self, checkpoint: str = "none", **sizes) -> Layout:
+        """A layout of these sizes, checked as training checks it with this checkpointing.
 
         Raises:
             LayoutError: if it cannot be built.
@@ -162,7 +177,7 @@ class Search:
         layout = make_layout(global_batch_size=self.global_batch_size, **sizes)
         sequence_parallel = self._options(layout).sequence_parallel
         check_tensor_parallel(self.model, layout, self.options.seq_len, sequence_parallel)
-        check_pipeline(self.model, layout, "none", self.options.compile)
+        check_pipeline(self.model, layout, checkpoint, self.options.compile)
         return layout
 
     def _options(self, layout: Layout, savers: tuple[str, int] = ("none", 1)) -> Options:
@@ -255,8 +270,11 @@ class Search:
         return replace(plan, time=time)
 
     def all(self, gpus: int, keep: dict, timed: bool = True) -> list[Plan]:
-        """The best plan of every layout that fits, the fastest first, or the smallest where not
-        ``timed``; why the others do not goes to ``rejected``."""
+        """The best plan of every layout that fits; why the others do not goes to ``rejected``.
+
+        The fastest first, but of those that tie with it the ones with the smallest risk of running
+        out of memory; or the smallest first where not ``timed``.
+        """
         found = []
         for layout in self.layouts(gpus, keep):
             plan = self.best(layout, keep, timed)
@@ -264,7 +282,18 @@ class Search:
                 found.append(plan)
             else:
                 self.rejected[f"{TOO_MUCH}, most of it {ITEMS[plan.memory.largest]}"] += 1
-        return sorted(found, key=lambda plan: plan.time.total if timed else plan.gib)
+        if not timed:
+            return sorted(found, key=lambda plan: plan.gib)
+        fastest = min((plan.time.total for plan in found), default=0.0)
+
+        def rank(plan: Plan) -> tuple[bool, int, float]:
+            seconds, part = plan.time.total, plan.gib / self.machine.usable_gib
+            slower = seconds > (1 + TIE) * fastest
+            # In steps of a twentieth: less is no difference.
+            risk = 0 if slower else round(20 * out_of_memory(part))
+            return slower, risk, seconds
+
+        return sorted(found, key=rank)
 
     def at(self, gpus: int, flags: dict) -> Plan:
         """The plan of these flags, whether it fits or not.
@@ -277,8 +306,7 @@ class Search:
         """
         flags = dict(flags)
         savers = flags.pop("activation_checkpoint"), flags.pop("loss_chunks")
-        layout = self.layout(world_size=gpus, **flags)
-        check_pipeline(self.model, layout, savers[0], self.options.compile)
+        layout = self.layout(savers[0], world_size=gpus, **flags)
         return self.timed(self.plan(layout, savers))
 
     def changes(self, gpus: int, flags: dict) -> list[tuple[dict, Plan]]:
@@ -307,7 +335,7 @@ class Search:
                 if (
                     len(changed) == count
                     and self.fits(plan)
-                    and plan.layout.tp <= self.machine.node
+                    and not self.leaves_node(plan.layout.tp, gpus)
                 ):
                     found.append((changed, plan))
             if found:

@@ -161,7 +161,10 @@ def _sent_seconds(model, layout, options, machine) -> collections.defaultdict:
         compile=options.compile,
         loss_chunks=options.loss_chunks,
     ):
-        seconds = row.count * machine.collective_seconds(row.bytes, *dims[row.dim], row.kind)
+        ranks, stride = dims[row.dim]
+        seconds = row.count * machine.collective_seconds(
+            row.bytes, ranks, stride, row.kind, layout.world_size
+        )
         dim = row.dim
         if dim not in ("tp", "cp"):
             dim = "each" if layout.zero >= 2 and dim != "dp_replicate" else "once"
@@ -186,5 +189,5 @@ def _between_seconds(model, layout, options, machine, stages) -> float:
     size = layout.batch_size * options.seq_len // layout.cp * model.hidden_size
     size *= options.dtype_bytes / (layout.tp if options.sequence_parallel else 1)
     stride, pieces = layout.world_size // layout.pp, len(stages) // layout.pp
-    one = machine.collective_seconds(size, 2, stride, "send")
+    one = machine.collective_seconds(size, 2, stride, "send", layout.world_size)
     return 0.25 * 2 * layout.micro_batches * pieces * one

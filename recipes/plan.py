@@ -11,6 +11,7 @@ codes: 0 there is a plan, 1 nothing fits or a check failed, 2 bad input.
 
 import argparse
 import contextlib
+import itertools
 import json
 import math
 import os
@@ -23,13 +24,17 @@ from planner.learn import learn, measured_seconds
 from planner.machine import Machine, known_gpus, load_machine, table_name, write_calibration
 from planner.memory import memory_options
 from planner.report import Report
-from planner.search import DIMS, Plan, Search
+from planner.search import DIMS, TIE, Plan, Search, out_of_memory
 from planner.time import step_time
-from training.checks import bare_launch, check, refuse
+from training.checks import bare_launch, check, check_optimizer, refuse
 from training.command_line import Parser, load_recipe, parse_flags, positive
 from training.config import Config, ConfigError, to_toml
 from training.files import write_atomic
 
+# Relative error that is left of a step, above which constants are not worth a file.
+UNEXPLAINED = 0.2
+# Of --have: most ranks among which a replica is cut, and numbers of GPUs that are tried.
+MODEL_RANKS, COUNTS_TRIED = 128, 12
 KEPT = (*DIMS, "zero", "pp_schedule", "batch_size", "activation_checkpoint", "loss_chunks")
 
 
@@ -39,13 +44,14 @@ def make_parser() -> Parser:
     add = parser.add_argument
     add("--gpu", metavar="NAME", help=f"kind of GPU: {', '.join(known_gpus())} (default: h100, or "
         "that of --calibration)")  # fmt: skip
-    add("--gpus", type=positive, default=8, metavar="N", help="number of GPUs (default: 8)")
+    add("--gpus", type=positive, metavar="N", help="number of GPUs (default: those of --layout, or "
+        "8)")  # fmt: skip
     add("--have", type=positive, metavar="N",
         help="GPUs that are left: plan for as many of them as are of use")  # fmt: skip
     add("--gpus-per-node", type=positive, metavar="N", help="default: as in the table")
-    add("--nic", type=float, metavar="GB/S",
+    add("--nic", type=above_zero, metavar="GB/S",
         help="network bandwidth of a GPU between nodes (default: as in the table)")  # fmt: skip
-    add("--price", type=float, metavar="USD", help="of a GPU and hour (default: no costs)")
+    add("--price", type=above_zero, metavar="USD", help="of a GPU and hour (default: no costs)")
     add("--objective", choices=["tokens", "cost"], default="tokens",
         help="the most tokens per second of all GPUs, or the cheapest tokens, on half or a quarter "
         "of them where that is better (default: tokens)")  # fmt: skip
@@ -62,8 +68,8 @@ def make_parser() -> Parser:
         help="build --layout on one process without memory, and compare with the formulas",
     )
     add("--calibration", type=Path, metavar="FILE",
-        help="constants of a machine; --calibrate and --learn write them (default: "
-        "calibration.json)")  # fmt: skip
+        help="constants of a machine to plan with; --calibrate and --learn write them there, or "
+        "without it to calibration.json")  # fmt: skip
     add("--calibrate", action="store_true",
         help="measure this machine in about a minute with the shapes of a training, and write its "
         "constants; for collectives under torchrun, with the training's --tp, --cp, --pp, "
@@ -71,6 +77,14 @@ def make_parser() -> Parser:
     add("--learn", type=Path, nargs="+", metavar="RUN",
         help="fit the constants to the step times of run directories")  # fmt: skip
     return parser
+
+
+def above_zero(text: str) -> float:
+    """A number above 0, for a flag."""
+    number = float(text)
+    if not 0 < number < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} is not a number above 0")
+    return number
 
 
 def parse_command(argv: list[str]) -> tuple[argparse.Namespace, Config]:
@@ -83,8 +97,24 @@ def parse_command(argv: list[str]) -> tuple[argparse.Namespace, Config]:
     config = with_vocabulary(parse_flags(train_flags, console=bare_launch().rank == 0))
     if error := config.model.architecture_error():
         raise ConfigError(error)
+    check_optimizer(config)
     if options.objective == "cost" and options.price is None:
         raise ConfigError("--objective cost needs the --price of a GPU and hour")
+    if config.memory.grad_compression != "none" and not options.calibrate:
+        raise ConfigError(
+            f"--grad-compression {config.memory.grad_compression} is not planned: leave it out"
+        )
+    if config.layout.world_size:
+        raise ConfigError(f"--world-size {config.layout.world_size}: here it is --gpus")
+    if options.layout:
+        sizes = math.prod(parse_layout(options.layout).values())
+        if options.gpus not in (None, sizes) and not options.have:
+            raise ConfigError(
+                f"--layout {options.layout} is of {sizes} GPUs, and --gpus is {options.gpus}: "
+                "leave out one of them"
+            )
+        options.gpus = sizes
+    options.gpus = options.gpus or 8
     return options, config
 
 
@@ -147,7 +177,7 @@ def make_search(config: Config, machine: Machine, cuda: bool | None = None) -> S
     return Search(config.model, machine, options, size, setting)
 
 
-def emit(config: Config, plan: Plan, file: Path) -> None:
+def emit(config: Config, plan: Plan, machine: Machine, file: Path) -> None:
     """Write the training with the layout of a plan as a recipe.
 
     Raises:
@@ -158,22 +188,32 @@ def emit(config: Config, plan: Plan, file: Path) -> None:
     config, x, o = config.model_copy(deep=True), plan.layout, plan.options
     for name in (*DIMS, "zero", "pp_schedule"):
         setattr(config.layout, name, getattr(x, name))
-    config.layout.sequence_parallel = "on" if o.sequence_parallel else "off"
     config.memory.activation_checkpoint = o.activation_checkpoint
     config.memory.loss_chunks = o.loss_chunks
     config.step.batch_size = x.batch_size
+    gpus, part = x.world_size, plan.gib / machine.usable_gib
+    head = (
+        f"# Planned by recipes.plan: {x.name} on {gpus} x {machine.name}, {plan.gib:.1f} of "
+        f"{machine.usable_gib:.1f} GiB by formula (P(oom) {out_of_memory(part):.0%})"
+    )
     try:
-        write_atomic(file, to_toml(config))
+        write_atomic(file, f"{head}\n\n{to_toml(config)}")
     except OSError as error:
         raise ConfigError(f"--emit {file} cannot be written: {error.strerror}") from None
-    print(f"written: {file}\nstart: torchrun ... train_llm.py --recipe {file}")
+    nodes, each = max(1, gpus // machine.node), min(gpus, machine.node)
+    several = f"--nnodes {nodes} --rdzv-backend c10d --rdzv-endpoint HOST:29500 "
+    ranks = f"{several if nodes > 1 else ''}--nproc-per-node {each}"
+    print(f"written: {file}\nstart: torchrun {ranks} train_llm.py --recipe {file}")
 
 
-def candidates(options: argparse.Namespace, node: int) -> list[int]:
+def candidates(options: argparse.Namespace, node: int, global_batch_size: int) -> list[int]:
     """Numbers of GPUs to plan for, the most useful first."""
     if options.have:
         whole = options.have // node * node
-        return list(range(whole, 0, -node)) if whole else list(range(options.have, 0, -1))
+        counts = range(whole, 0, -node) if whole else range(options.have, 0, -1)
+        # The dp ranks share out the global batch, the other dims what is left of the GPUs.
+        useful = (n for n in counts if n // math.gcd(n, global_batch_size) <= MODEL_RANKS)
+        return list(itertools.islice(useful, COUNTS_TRIED))
     counts = [options.gpus, options.gpus // 2, options.gpus // 4]
     return [n for n in counts if n] if options.objective == "cost" else counts[:1]
 
@@ -181,7 +221,7 @@ def candidates(options: argparse.Namespace, node: int) -> list[int]:
 def find_plans(options, config: Config, machine: Machine, keep: dict) -> tuple[Search, list[Plan]]:
     """The plans of the best number of GPUs, the best first."""
     best = None
-    for gpus in candidates(options, machine.node):
+    for gpus in candidates(options, machine.node, config.step.global_batch_size):
         search = make_search(config, machine)
         plans = search.all(gpus, keep, timed=not options.memory_only)
         if best is None or (plans and not best[1]):
@@ -191,7 +231,8 @@ def find_plans(options, config: Config, machine: Machine, keep: dict) -> tuple[S
             now, then = (report.speed(x[0]) * x[0].layout.world_size for x in (plans, best[1]))
             if options.objective == "cost":
                 now, then = -report.cost(plans[0]), -report.cost(best[1][0])
-            if now > then:
+            # Half the GPUs for a tie are twice the days.
+            if now > (then if options.have else then + TIE * abs(then)):
                 best = search, plans
         # Fewer GPUs would have to be more than a tenth faster each.
         if (
@@ -203,8 +244,8 @@ def find_plans(options, config: Config, machine: Machine, keep: dict) -> tuple[S
     return best
 
 
-def explain(report: Report, plans: list[Plan], own: dict, gpus: int) -> list[str]:
-    """Why the first plan is first, and the layout of the training is not."""
+def explain(report: Report, plans: list[Plan], own: dict, gpus: int, whose: str) -> list[str]:
+    """Why the first plan is first, and the layout ``own`` is not."""
     search, lines = report.search, []
     if plans:
         others = [p for p in plans if p.structure != plans[0].structure]
@@ -214,17 +255,20 @@ def explain(report: Report, plans: list[Plan], own: dict, gpus: int) -> list[str
     try:
         mine = search.at(gpus, own)
     except LayoutError as error:
-        return [*lines, f"your layout cannot be built: {error}"]
-    if plans and plans[0].time:
-        lines.append(report.compare(plans[0], mine, "your layout"))
-    if not search.fits(mine):
+        return [*lines, f"{whose} cannot be built: {error}"]
+    fits = search.fits(mine)
+    if (plans and plans[0].time) or not fits:
+        lines.append(report.compare(plans[0] if plans else mine, mine, whose))
+    if not fits:
         lines += report.items(mine)[:-1] + report.suggestions(own, mine)
     return lines
 
 
 def other_ways(machine: Machine, config: Config) -> list[str]:
-    """In what a calibration was measured that the training does not do."""
+    """In what constants were measured that the training does not do."""
     found = []
+    if not machine.source and config.step.dtype != "bfloat16":
+        return [f"not validated: times in {config.step.dtype}: the table's are of bfloat16"]
     if machine.dtype not in (None, config.step.dtype):
         found.append(f"in {machine.dtype}, and this is {config.step.dtype}")
     if machine.compiled not in (None, config.memory.compile):
@@ -236,19 +280,28 @@ def other_ways(machine: Machine, config: Config) -> list[str]:
 def plan(options: argparse.Namespace, config: Config) -> int:
     """Print the plans; 1 if nothing fits."""
     machine, keep = find_machine(options), parse_kept(options.keep)
+    ranks = math.prod(keep.get(dim, 1) for dim in DIMS)
+    if not options.have and options.gpus % ranks:
+        raise ConfigError(
+            f"--keep {' '.join(options.keep)}: {ranks} does not divide the {options.gpus} GPUs"
+        )
     search, plans = find_plans(options, config, machine, keep)
     gpus = plans[0].layout.world_size if plans else options.have or options.gpus
     report = Report(search, options.price)
-    own = own_flags(config, options.layout)
+    own, whose = own_flags(config, options.layout), "the layout of the recipe and flags"
     print(f"{gpus} x {machine.name}, {machine.node} to a node | {report.head(len(plans))}\n")
     print("\n".join([*report.table(plans, options.top), ""]))
     if not plans:
-        print(f"nothing fits {gpus} of them with --global-batch-size {search.global_batch_size}\n")
-    print("\n".join([*explain(report, plans, own, gpus), "", *report.rejected()]))
-    for line in [*report.warnings(plans[0]), *other_ways(machine, config)] if plans else []:
+        kept = f", with --keep {' '.join(options.keep)}" if options.keep else ""
+        size = search.global_batch_size
+        print(f"nothing fits {gpus} of them with --global-batch-size {size}{kept}\n")
+    whose = "your layout" if options.layout else whose
+    print("\n".join([*explain(report, plans, own, gpus, whose), "", *report.rejected()]))
+    shown = plans[: options.top]
+    for line in [*report.warnings(shown), *other_ways(machine, config)] if plans else []:
         print(line)
     if plans and options.emit:
-        emit(config, plans[0], options.emit)
+        emit(config, plans[0], machine, options.emit)
     return 0 if plans else 1
 
 
@@ -258,12 +311,14 @@ def read_run(run: Path) -> tuple[Config, int, str, float]:
     Raises:
         ConfigError: if the directory does not say them.
     """
+    if not (run / "config.toml").is_file():
+        raise ConfigError(f"--learn {run} is no run directory: it has no config.toml")
     try:
-        seconds = measured_seconds(run)
         config = with_vocabulary(load_recipe(str(run / "config.toml")))
         started = json.loads((run / "run.json").read_text())["starts"][-1]
-        return config, started["world_size"], started["device"], seconds
-    except (OSError, ValueError, KeyError, IndexError) as error:
+        world, device = int(started["world_size"]), str(started["device"])
+        return config, world, device, measured_seconds(run, started["time"])
+    except (OSError, ValueError, KeyError, IndexError, TypeError) as error:
         raise ConfigError(f"--learn {run}: {error}") from None
 
 
@@ -287,6 +342,10 @@ def learning_machine(options: argparse.Namespace, device: str) -> Machine:
 def learn_from(options: argparse.Namespace) -> int:
     """``--learn``: fit the constants to runs, say which were wrong, and write them."""
     runs = [read_run(run) for run in options.learn]
+    if len(devices := {device for _, _, device, _ in runs}) > 1:
+        raise ConfigError(
+            f"--learn: runs on {' and '.join(sorted(devices))}: learn from each alone"
+        )
     machine, samples = learning_machine(options, runs[0][2]), []
     for config, world, device, seconds in runs:
         search = make_search(config, machine, cuda=device != "cpu")
@@ -298,14 +357,17 @@ def learn_from(options: argparse.Namespace) -> int:
             return step_time(search.model, mine.layout, mine.options, changed, stages).total
 
         samples.append((predict, seconds))
-    machine, lines = learn(samples, machine)
+    machine, lines, worst = learn(samples, machine)
+    print("\n".join(lines))
+    if worst > UNEXPLAINED:
+        print("no constants within their bounds explain that: nothing is written")
+        return 1
     file = options.calibration or Path("calibration.json")
     learnt = f"learnt from {', '.join(map(str, options.learn))}"
     memory, step = config.memory, config.step
-    write_calibration(
-        file, replace(machine, source=learnt, compiled=memory.compile, dtype=step.dtype)
-    )
-    print("\n".join([*lines, f"written: {file}"]))
+    known = {"compiled": memory.compile, "dtype": step.dtype, "learnt": True}
+    write_calibration(file, replace(machine, source=learnt, **known))
+    print(f"written: {file}")
     return 0
 
 

@@ -71,7 +71,7 @@ def check(config: Config, launch: Launch) -> Layout:
     check_pipeline(config.model, layout, memory.activation_checkpoint, memory.compile)
     sequence_parallel = config.layout.sequence_parallel == "on"
     check_tensor_parallel(config.model, layout, step.seq_len, sequence_parallel)
-    _check_optimizer(config)
+    check_optimizer(config)
     check_grad_compression(
         memory.grad_compression,
         config.model,
@@ -110,7 +110,12 @@ def check_ahead(config: Config, launch: Launch) -> Layout:
     return check(config, launch)
 
 
-def _check_optimizer(config: Config) -> None:
+def check_optimizer(config: Config) -> None:
+    """Check what the optimizer and its schedule are told.
+
+    Raises:
+        ConfigError: in one line.
+    """
     optimizer, stored = config.optimizer, config.optimizer.optimizer_state_dtype
     decay_steps = optimizer.lr_decay_steps or config.step.steps
     if optimizer.warmup_steps > decay_steps:
