@@ -46,7 +46,7 @@ class Prediction:
         parts = (f"{SHORT.get(name, name)} {bytes_of(n)}" for name, n in items if n)
         found = [f"plan: {bytes_of(self.fullest.total)} on the fullest ranks ({', '.join(parts)})"]
         if self.time is None:
-            return [*found, f"plan: no step time, {self.constants}"]
+            return [*found, f"plan: no step time: {self.constants}"]
         parts = (f"{TIMES[name]} {s:.3g} s" for name, s in vars(self.time).items() if s)
         total = f"{self.time.total:.3g} s a step"
         return [*found, f"plan: {total} ({', '.join(parts)}), constants {self.constants}"]

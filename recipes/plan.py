@@ -213,7 +213,7 @@ def candidates(options: argparse.Namespace, node: int, global_batch_size: int) -
         counts = range(whole, 0, -node) if whole else range(options.have, 0, -1)
         # The dp ranks share out the global batch, the other dims what is left of the GPUs.
         useful = (n for n in counts if n // math.gcd(n, global_batch_size) <= MODEL_RANKS)
-        return list(itertools.islice(useful, COUNTS_TRIED))
+        return list(itertools.islice(useful, COUNTS_TRIED)) or [counts[-1]]
     counts = [options.gpus, options.gpus // 2, options.gpus // 4]
     return [n for n in counts if n] if options.objective == "cost" else counts[:1]
 

@@ -316,15 +316,18 @@ def print_plan(config: Config, layout: Layout, launch: Launch) -> None:
 
 def predict_run(config: Config, layout: Layout, device: torch.device) -> Prediction:
     """What the planner says of the run; the table of GPUs is of bfloat16."""
-    cuda, machine = device.type == "cuda", None
-    unknown = f"{config.step.dtype} on {device.type}"
-    if config.run.calibration:
-        machine = load_machine("", config.run.calibration)
-    elif cuda and config.step.dtype == "bfloat16":
-        unknown = torch.cuda.get_device_name(device)
-        gpu = table_name(unknown)
-        machine = load_machine(gpu) if gpu else None
-    unknown += " is not in the table of GPUs; recipes.plan --calibrate measures it"
+    cuda, dtype, file = device.type == "cuda", config.step.dtype, config.run.calibration
+    name = torch.cuda.get_device_name(device) if cuda else "a CPU"
+    machine = None
+    unknown = (
+        f"{name} in {dtype} is not in the table of GPUs (recipes.plan --calibrate measures it)"
+    )
+    if file:
+        machine = load_machine("", file)
+        if machine.dtype not in (None, dtype):
+            machine, unknown = None, f"{file} is of {machine.dtype}, and this is {dtype}"
+    elif cuda and dtype == "bfloat16" and (gpu := table_name(name)):
+        machine = load_machine(gpu)
     return predict(config, layout, machine, cuda=cuda, unknown=unknown)
 
 
