@@ -44,6 +44,16 @@ GIB, MIB = 2**30, 2**20
 MOST_TOKENS, LEAST_TOKENS = 16384, 64
 
 
+# Of the constants, as planner/machine.py explains them.
+MEANING = {
+    "matmul": "of the best matrix product", "half": "of the size that reaches half of it",
+    "attention": "of the best matrix product", "hbm": "of the memory's bandwidth",
+    "link": "of the bandwidth within a node", "nic": "of the bandwidth between nodes",
+    "latency": "s of a collective", "host": "s to queue a block", "fixed": "s of a step; stays",
+    "overlap": "of the computing, under which transfers hide",
+}  # fmt: skip
+
+
 class Calibration:
     """The measurements of one training on the ranks of its layout.
 
@@ -350,7 +360,7 @@ def _report(old: Machine, new: Machine, found: Measured, notes: list[str]) -> li
         cells = f"{1e3 * seconds:.3f} ms", f"{1e3 * predicted:.3f} ms"
         table.append((what, *cells, f"{predicted / seconds - 1:+.0%}"))
     constants = [
-        (name, f"{before:.3g}", "->", f"{getattr(new.constants, name):.3g}")
+        (name, f"{before:.3g}", "->", f"{getattr(new.constants, name):.3g}", MEANING[name])
         for name, before in vars(old.constants).items()
     ]
     return [*columns(table), "", *columns(constants), *notes]

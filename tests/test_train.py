@@ -219,6 +219,7 @@ def test_print_plan():
         "32,768",
     ]  # fmt: skip
     assert len([x for x in out.splitlines() if x.startswith("model.")]) == 4 * 9 + 2
+    assert re.match(r"plan: [\d.]+ MiB on the fullest ranks \(", out.splitlines()[-1])
 
 
 def test_a_profile_of_chosen_steps(launched2, tmp_path):

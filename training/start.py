@@ -311,6 +311,7 @@ def print_plan(config: Config, layout: Layout, launch: Launch) -> None:
         for i in shown
     }
     print(format_plan(parameter_rows(model), sent, config.model, layout, seq_len))
+    print(f"\n{predict(config, layout, None, cuda=False).lines()[0]}")
     dist.destroy_process_group()
 
 
