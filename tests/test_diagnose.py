@@ -14,7 +14,7 @@ import pytest
 
 from launch.diagnose import main
 from tests.launch import REPO, SMALL, run_main
-from tests.ranks import Group, RankError, free_port
+from tests.ranks import RankError, free_port
 from training.run_dir import RunDir, rank_logger, rank_ranges
 
 
@@ -91,9 +91,9 @@ def desync(argv: list[str], port: int):
         return run_main(argv, port)
 
 
-def test_ranks_in_different_collectives(diagnose, tmp_path):
+def test_ranks_in_different_collectives(diagnose, fresh, tmp_path):
     """All stand in the same phase: the timeout of the collective ends them, not the heartbeat."""
-    group = Group(4, process_group=False, timeout=60)
+    group = fresh(4)
     argv = [*SMALL, "--run-dir", tmp_path, "--steps", 9, "--tp", 2, "--comm-timeout", 4]
     with pytest.raises(RankError, match="died"):
         group.run(desync, [str(word) for word in argv], free_port())
