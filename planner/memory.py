@@ -173,14 +173,6 @@ def stage_parameters(model: LlamaConfig, layout: Layout, stages: Sequence[Stage]
     return held.blocks * block + held.first * embedding + held.last * head
 
 
-def shard_parameters(model: LlamaConfig, layout: Layout, stages: Sequence[Stage] = ()) -> int:
-    """Elements that a rank stores; exactly those of its parameters on the first dp rank.
-
-    Later ranks may have fewer rows of a parameter that does not divide, and as much memory.
-    """
-    return stage_parameters(model, layout, stages) // layout.shards
-
-
 def _widths(model: LlamaConfig, layout: Layout) -> tuple[int, int, int, int]:
     """Local q, k, f and h."""
     tp, head = layout.tp, model.head_size
