@@ -182,8 +182,20 @@ def layout_flags(name: str) -> list[str]:
     return [word for pair in flags if pair[0] != "--dp" for word in pair]
 
 
+def divisors(n: int) -> list[int]:
+    """All of them, ascending."""
+    small = [i for i in range(1, math.isqrt(n) + 1) if n % i == 0]
+    return small + [n // i for i in reversed(small) if i * i != n]
+
+
+def use_sequence_parallel(setting: str, *, tp: int, local_len: int, cuda: bool) -> bool:
+    """Whether ``--sequence-parallel`` is on: with auto on CUDA, where tp divides the tokens that a
+    rank has of a sequence."""
+    return tp > 1 and (setting == "on" or (setting == "auto" and cuda and local_len % tp == 0))
+
+
 def _divisors(n: int) -> str:
-    found = [str(d) for d in range(1, n + 1) if n % d == 0]
+    found = list(map(str, divisors(n)))
     return ", ".join(found[:-1]) + (" or " if len(found) > 1 else "") + found[-1]
 
 
@@ -199,8 +211,7 @@ def _fill_pipeline(
     needed = micro_batches_needed(schedule, pp, share // (batch_size or 1))
     if batch_size and not needed:
         return batch_size
-    sizes = [b for b in range(1, share + 1) if share % b == 0]
-    fits = [b for b in sizes if not micro_batches_needed(schedule, pp, share // b)]
+    fits = [b for b in divisors(share) if not micro_batches_needed(schedule, pp, share // b)]
     if batch_size is None and fits:
         full = [b for b in fits if share // b >= 2 * pp]
         return max(full) if full else min(fits)

@@ -102,13 +102,14 @@ def predict(
     """
     model, seq_len = config.model, config.step.seq_len
     options = memory_options(config, cuda)
+    stages = layout.stages(model, seq_len)
     held = [
-        memory(model, layout, options, layout.rank_stages(model, seq_len, pp_rank))
+        memory(model, layout, options, [s for s in stages if s.pp_rank == pp_rank])
         for pp_rank in range(layout.pp)
     ]
     time, constants = None, unknown
     if machine:
-        time = step_time(model, layout, options, machine, layout.stages(model, seq_len))
+        time = step_time(model, layout, options, machine, stages)
         constants = machine.source or f"of the table for {machine.name}, not calibrated"
     fullest = max(held, key=lambda memory: memory.total)
     return Prediction(held[0], fullest, time, constants, cuda, options.cpu_offload)

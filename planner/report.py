@@ -13,7 +13,6 @@ from planner.search import (
     TOO_MUCH,
     Plan,
     Search,
-    out_of_memory,
 )
 
 # Relative errors that nine of ten published runs stay within (docs/planning.md): of memory, with
@@ -89,12 +88,11 @@ class Report:
     def row(self, plan: Plan, name: str) -> tuple:
         """Of the table: a plan in a line."""
         x, o = plan.layout, plan.options
-        part = plan.gib / self.machine.usable_gib
         error = memory_interval(plan) * plan.gib
         row = (
             name, x.name, f"{x.zero}", x.pp_schedule if x.pp > 1 else "-",
             f"{x.batch_size}x{x.micro_batches}", o.activation_checkpoint, o.loss_chunks,
-            f"{plan.gib:.1f} ±{error:.1f}", f"{out_of_memory(part):.0%}",
+            f"{plan.gib:.1f} ±{error:.1f}", f"{self.search.risk(plan):.0%}",
         )  # fmt: skip
         if plan.time is None:
             return row
@@ -155,14 +153,14 @@ class Report:
 
     def compare(self, plan: Plan, other: Plan, what: str) -> str:
         """Why ``other`` is slower than ``plan``, or what it lacks to fit."""
-        x, part = other.layout, other.gib / self.machine.usable_gib
+        x, risk = other.layout, f"P(oom) {self.search.risk(other):.0%}"
         what += f" ({x.name}, ZeRO-{x.zero}, batch {x.batch_size}x{x.micro_batches})"
         if not self.search.fits(other):
             limit, usable = LIMIT * self.machine.usable_gib, self.machine.usable_gib
             return (
                 f"{what} takes {other.gib:.1f} GiB, {other.gib - limit:.1f} above what a plan may "
-                f"take, {LIMIT:.0%} of the {usable:.1f} of a {self.machine.name} (P(oom) "
-                f"{out_of_memory(part):.0%}): most is {ITEMS[other.memory.largest]}"
+                f"take, {LIMIT:.0%} of the {usable:.1f} of a {self.machine.name} ({risk}): most is "
+                f"{ITEMS[other.memory.largest]}"
             )
         gap = {k: v - vars(plan.time)[k] for k, v in vars(other.time).items()}
         ratio = other.time.total / plan.time.total - 1
@@ -173,7 +171,7 @@ class Report:
         tie = ", a tie" if abs(ratio) <= TIE else ""
         return (
             f"{what} takes {ratio:+.1%} time{tie} ({', '.join(terms)}), and {other.gib:.1f} GiB "
-            f"(P(oom) {out_of_memory(part):.0%})"
+            f"({risk})"
         )
 
     def suggestions(self, flags: dict, plan: Plan, top: int = 5) -> list[str]:

@@ -12,7 +12,9 @@ from parallel.layout import (
     LayoutError,
     check_pipeline,
     check_tensor_parallel,
+    divisors,
     make_layout,
+    use_sequence_parallel,
 )
 from parallel.stages import SCHEDULES, Stage
 from planner.machine import Machine, ranks_on_a_node
@@ -74,12 +76,6 @@ class Plan:
         """Sizes of the dims."""
         x = self.layout
         return x.pp, x.dp_replicate, x.dp, x.cp, x.tp
-
-
-def divisors(n: int) -> list[int]:
-    """All of them, ascending."""
-    small = [i for i in range(1, math.isqrt(n) + 1) if n % i == 0]
-    return small + [n // i for i in reversed(small) if i * i != n]
 
 
 def out_of_memory(part: float) -> float:
@@ -182,10 +178,10 @@ class Search:
 
     def _options(self, layout: Layout, savers: tuple[str, int] = ("none", 1)) -> Options:
         """With checkpointing and chunks of the loss, and with sequence parallelism or not."""
-        setting, length = self.sequence_parallel, self.options.seq_len // layout.cp
-        divides = self.options.cuda and length % layout.tp == 0
-        sequence_parallel = setting == "on" or (setting == "auto" and divides)
-        sequence_parallel = sequence_parallel and layout.tp > 1
+        local_len = self.options.seq_len // layout.cp
+        sequence_parallel = use_sequence_parallel(
+            self.sequence_parallel, tp=layout.tp, local_len=local_len, cuda=self.options.cuda
+        )
         changes = {"activation_checkpoint": savers[0], "loss_chunks": savers[1]}
         return self._once(
             (sequence_parallel, savers),
@@ -235,6 +231,10 @@ class Search:
     def fits(self, plan: Plan) -> bool:
         """Whether a plan takes no more than is reasonable."""
         return plan.gib <= LIMIT * self.machine.usable_gib
+
+    def risk(self, plan: Plan) -> float:
+        """Probability that a plan runs out of memory."""
+        return out_of_memory(plan.gib / self.machine.usable_gib)
 
     def savers(self, layout: Layout, keep: dict) -> list[tuple[str, int]]:
         """Checkpointing and chunks of the loss that a layout can have, the fastest first."""
@@ -287,10 +287,10 @@ class Search:
         fastest = min((plan.time.total for plan in found), default=0.0)
 
         def rank(plan: Plan) -> tuple[bool, int, float]:
-            seconds, part = plan.time.total, plan.gib / self.machine.usable_gib
+            seconds = plan.time.total
             slower = seconds > (1 + TIE) * fastest
             # In steps of a twentieth: less is no difference.
-            risk = 0 if slower else round(20 * out_of_memory(part))
+            risk = 0 if slower else round(20 * self.risk(plan))
             return slower, risk, seconds
 
         return sorted(found, key=rank)

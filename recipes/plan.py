@@ -24,7 +24,7 @@ from planner.learn import learn, measured_seconds
 from planner.machine import Machine, known_gpus, load_machine, table_name, write_calibration
 from planner.memory import memory_options
 from planner.report import Report
-from planner.search import DIMS, TIE, Plan, Search, out_of_memory
+from planner.search import DIMS, TIE, Plan, Search
 from planner.time import step_time
 from training.checks import bare_launch, check, check_optimizer, refuse
 from training.command_line import Parser, load_recipe, parse_flags, positive
@@ -177,7 +177,7 @@ def make_search(config: Config, machine: Machine, cuda: bool | None = None) -> S
     return Search(config.model, machine, options, size, setting)
 
 
-def emit(config: Config, plan: Plan, machine: Machine, file: Path) -> None:
+def emit(config: Config, plan: Plan, search: Search, file: Path) -> None:
     """Write the training with the layout of a plan as a recipe.
 
     Raises:
@@ -191,10 +191,10 @@ def emit(config: Config, plan: Plan, machine: Machine, file: Path) -> None:
     config.memory.activation_checkpoint = o.activation_checkpoint
     config.memory.loss_chunks = o.loss_chunks
     config.step.batch_size = x.batch_size
-    gpus, part = x.world_size, plan.gib / machine.usable_gib
+    gpus, machine = x.world_size, search.machine
     head = (
         f"# Planned by recipes.plan: {x.name} on {gpus} x {machine.name}, {plan.gib:.1f} of "
-        f"{machine.usable_gib:.1f} GiB by formula (P(oom) {out_of_memory(part):.0%})"
+        f"{machine.usable_gib:.1f} GiB by formula (P(oom) {search.risk(plan):.0%})"
     )
     try:
         write_atomic(file, f"{head}\n\n{to_toml(config)}")
@@ -288,20 +288,20 @@ def plan(options: argparse.Namespace, config: Config) -> int:
     search, plans = find_plans(options, config, machine, keep)
     gpus = plans[0].layout.world_size if plans else options.have or options.gpus
     report = Report(search, options.price)
-    own, whose = own_flags(config, options.layout), "the layout of the recipe and flags"
+    own = own_flags(config, options.layout)
     print(f"{gpus} x {machine.name}, {machine.node} to a node | {report.head(len(plans))}\n")
     print("\n".join([*report.table(plans, options.top), ""]))
     if not plans:
         kept = f", with --keep {' '.join(options.keep)}" if options.keep else ""
         size = search.global_batch_size
         print(f"nothing fits {gpus} of them with --global-batch-size {size}{kept}\n")
-    whose = "your layout" if options.layout else whose
+    whose = "your layout" if options.layout else "the layout of the recipe and flags"
     print("\n".join([*explain(report, plans, own, gpus, whose), "", *report.rejected()]))
     shown = plans[: options.top]
     for line in [*report.warnings(shown), *other_ways(machine, config)] if plans else []:
         print(line)
     if plans and options.emit:
-        emit(config, plans[0], machine, options.emit)
+        emit(config, plans[0], search, options.emit)
     return 0 if plans else 1
 
 
@@ -390,12 +390,10 @@ def calibrate_here(options: argparse.Namespace, config: Config) -> int:
 
 def dry_run_of(options: argparse.Namespace, config: Config) -> int:
     """``--dry-run``: 1 if what the trainer builds differs from the formulas."""
-    own, world = own_flags(config, options.layout), options.gpus
-    if options.layout:
-        world = math.prod(parse_layout(options.layout).values())
+    own = own_flags(config, options.layout)
     for name in DIMS:
         setattr(config.layout, name, own[name])
-    layout = check(config, Launch(0, world, 0, world))
+    layout = check(config, Launch(0, options.gpus, 0, options.gpus))
     from planner.dry_run import dry_run
 
     return dry_run(config, layout)

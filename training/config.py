@@ -14,6 +14,7 @@ import tyro
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from models.config import LlamaConfig, PositiveFloat, PositiveInt, RopeScaling
+from parallel.layout import use_sequence_parallel
 
 NonNegativeInt = Annotated[int, Field(ge=0)]
 NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -339,10 +340,11 @@ class Config(Section):
 
         Resolves ``--sequence-parallel auto``, with the devices of the run.
         """
-        tp, setting = self.layout.tp, self.layout.sequence_parallel
-        auto = cuda and self.step.seq_len // self.layout.cp % tp == 0
+        local_len = self.step.seq_len // self.layout.cp
         return {
-            "sequence_parallel": tp > 1 and (setting == "on" or (setting == "auto" and auto)),
+            "sequence_parallel": use_sequence_parallel(
+                self.layout.sequence_parallel, tp=self.layout.tp, local_len=local_len, cuda=cuda
+            ),
             "dtype": self.step.dtype,
             **self.memory.model_dump(exclude={"cpu_offload", "prefetch"}),
         }
