@@ -211,7 +211,7 @@ def prepare_tokens(
             record unless they are to be skipped, and for a cache that cannot be written.
     """
     cache = cache_dir or default_cache_dir()
-    identity, records = open_source(section)
+    identity, records = open_source(section, log)
     key = [FORMAT, identity, tokenizer.fingerprint, section.text_column]
     key += [section.eval_fraction, section.skip_bad_records]
     folder = cache / hashlib.sha256(json.dumps(key).encode()).hexdigest()[:24]
