@@ -411,6 +411,12 @@ def test_default_cache_dir(monkeypatch, tmp_path):
     file = write_jsonl(tmp_path / "x.jsonl", record("text"))
     folder = prepare_tokens(DataSection(dataset=str(file), eval_fraction=0), BYTES, log=lambda _: 0)
     assert folder.parent == tmp_path / "mine"
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("PARALLEL_RECIPES_CACHE", "~/mine")
+    assert tokens_module.default_cache_dir() == tmp_path / "mine"
+    monkeypatch.setenv("PARALLEL_RECIPES_CACHE", "~nobody-of-this-name/x")
+    with pytest.raises(DataError, match=r"no home directory .* PARALLEL_RECIPES_CACHE to a folder"):
+        tokens_module.default_cache_dir()
 
 
 def test_unwritable_cache_is_one_line(tmp_path):

@@ -197,13 +197,13 @@ def _batches(pieces: Iterator[Piece]) -> Iterator[list[Piece]]:
 
 def default_cache_dir() -> Path:
     """$PARALLEL_RECIPES_CACHE, or parallel-recipes below $XDG_CACHE_HOME or ~/.cache."""
-    if folder := os.environ.get("PARALLEL_RECIPES_CACHE"):
-        return Path(folder)
     try:
+        if folder := os.environ.get("PARALLEL_RECIPES_CACHE"):
+            return Path(folder).expanduser()
         return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "parallel-recipes"
     except RuntimeError:
         raise DataError(
-            "no home directory to cache tokens in: set PARALLEL_RECIPES_CACHE"
+            "no home directory to cache tokens in: set PARALLEL_RECIPES_CACHE to a folder"
         ) from None
 
 
