@@ -240,7 +240,9 @@ def _refuse_without_effect(section: DataSection, source: str, *keys: str) -> Non
     for key in keys:
         value = getattr(section, key)
         if value != DataSection.model_fields[key].default:
-            raise DataError(f"{flag(key)} {value} has no effect with {source}: leave it out")
+            raise DataError(
+                f"{flag(key)} {printable(value)} has no effect with {source}: leave it out"
+            )
 
 
 def check_source(section: DataSection) -> tuple[list[Path], str] | None:
