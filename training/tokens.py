@@ -1,4 +1,4 @@
-"""Text → tokens on disk, once: the tokenizer, and the cache of what it makes of a corpus."""
+"""Text → tokens on disk, once: the cache of what a tokenizer makes of a corpus."""
 
 import contextlib
 import fcntl
@@ -22,93 +22,10 @@ from training.config import DataSection
 from training.files import sync
 from training.text import DataError, Record, fault_of, one_line, open_source
 from training.token_cache import check_content, write_meta
+from training.tokenizer import WINDOW_CHARS, EncodingError, Tokenizer
 
 FORMAT = 2  # of the cache; a new number leaves old caches unread
 BATCH_DOCUMENTS = 256
-# An encoding takes about 100 bytes of memory per token before it becomes 2 or 4 bytes on disk.
-BATCH_CHARS = 1 << 20
-
-
-@dataclass(frozen=True)
-class Tokenizer:
-    """A fast tokenizer that adds nothing by itself: no BOS, no EOS, no padding, no truncation.
-
-    ``vocab_size`` is the largest id it can emit plus one; ``fingerprint`` is a hash of its content.
-    """
-
-    name: str
-    vocab_size: int
-    eos_id: int
-    fingerprint: str
-    backend: object  # tokenizers.Tokenizer
-
-    def encode(self, texts: list[str]) -> list[list[int]]:
-        """The ids of each text, without special tokens even where a template would add them."""
-        encodings = self.backend.encode_batch_fast(texts, add_special_tokens=False)
-        return [encoding.ids for encoding in encodings]
-
-    def decode(self, ids: Iterable[int]) -> str:
-        """The text of some ids, special tokens included."""
-        return self.backend.decode([int(i) for i in ids], skip_special_tokens=False)
-
-
-def load_tokenizer(name: str) -> Tokenizer:
-    """The built-in byte tokenizer (``bytes``), or a fast tokenizer by path or hub name.
-
-    Raises:
-        DataError: if it is not found, has no fast version, or has no EOS token.
-    """
-    backend, eos_id = _byte_backend() if name == "bytes" else _hf_backend(name)
-    # Settings of a saved tokenizer that would silently cut or fill documents.
-    backend.no_truncation()
-    backend.no_padding()
-    vocab_size = max(eos_id, *backend.get_vocab(with_added_tokens=True).values()) + 1
-    fingerprint = hashlib.sha256(f"{eos_id} {backend.to_str()}".encode()).hexdigest()
-    return Tokenizer(name, vocab_size, eos_id, fingerprint, backend)
-
-
-def _byte_backend():
-    """BPE without merges: byte b is id b. 256 is EOS, which no text can spell."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-
-    # ByteLevel writes printable bytes as themselves and the others, in order, as chr(256), ...
-    printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
-    others = iter(range(256, 512))
-    vocab = {chr(b if b in printable else next(others)): b for b in range(256)}
-    vocab["<|endoftext|>"] = 256
-    backend = Tokenizer(models.BPE(vocab=vocab, merges=[], cache_capacity=0))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    backend.decoder = decoders.ByteLevel()
-    return backend, 256
-
-
-def _hf_backend(name: str):
-    from transformers import AutoTokenizer
-
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
-    except Exception as error:  # the library raises nearly every type here
-        raise DataError(
-            f"--tokenizer {name}: cannot be loaded ({one_line(error)}); name a folder with "
-            "tokenizer.json, a reachable hub name, or bytes"
-        ) from None
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is None:
-        raise DataError(f"--tokenizer {name}: has no fast version; use one with a tokenizer.json")
-    if tokenizer.eos_token_id is None:
-        raise DataError(
-            f"--tokenizer {name}: has no EOS token to separate documents; "
-            'set "eos_token" in its tokenizer_config.json'
-        )
-    return backend, tokenizer.eos_token_id
-
-
-class Piece(NamedTuple):
-    """A document, or a part of a very long one."""
-
-    text: str
-    held_out: bool
-    last: bool
 
 
 class _Builder:
@@ -119,22 +36,10 @@ class _Builder:
         self.dtype = np.dtype("<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4")
         self.documents = self.skipped = 0
 
-    def pieces(self, records: Iterator[Record]) -> Iterator[Piece]:
-        """Usable texts; a very long one is cut at line ends, so that its ids never pile up."""
-        for where, value in records:
-            if fault := fault_of(value):
-                if not self.section.skip_bad_records:
-                    raise DataError(f"{where}: {fault}; fix it or pass --skip-bad-records")
-                self.skipped += 1
-                continue
-            digest = hashlib.sha256(value.encode()).digest()
-            held_out = int.from_bytes(digest[:8]) / 2**64 < self.section.eval_fraction
-            start = 0
-            while len(value) - start > BATCH_CHARS:
-                end = value.rfind("\n", start, start + BATCH_CHARS) + 1 or start + BATCH_CHARS
-                yield Piece(value[start:end], held_out, last=False)
-                start = end
-            yield Piece(value[start:], held_out, last=True)
+    def _skip(self, where: str, fault: str) -> None:
+        if not self.section.skip_bad_records:
+            raise DataError(f"{where}: {fault}; fix it or pass --skip-bad-records")
+        self.skipped += 1
 
     def write(self, records: Iterator[Record], folder: Path) -> None:
         """Write train.bin, eval.bin and meta.json, all of them flushed to the disk.
@@ -142,28 +47,25 @@ class _Builder:
         Raises:
             DataError: for a bad record, and for an id that the tokenizer should not have.
         """
-        tokens, hashes, length = [0, 0], [hashlib.sha256(), hashlib.sha256()], 0
+        tokens, hashes = [0, 0], [hashlib.sha256(), hashlib.sha256()]
         largest, vocab_size = 0, self.tokenizer.vocab_size
         with open(folder / "train.bin", "wb") as train, open(folder / "eval.bin", "wb") as held_out:
-            for piece, ids in self.encode(records):
-                length += len(ids)
-                if piece.last:
-                    # A text that the tokenizer drops whole would leave a lone EOS.
-                    ids = [*ids, self.tokenizer.eos_id] if length else []
-                    self.documents += length > 0
-                    self.skipped += length == 0
-                    length = 0
-                ids = np.array(ids, np.int64)
-                largest = max(largest, int(ids.max(initial=0)))
+            for text, ids in self.encode(records):
+                if not len(ids):  # a text that the tokenizer drops whole would leave a lone EOS
+                    self.skipped += 1
+                    continue
+                self.documents += 1
+                ids = np.append(ids, self.tokenizer.eos_id)
+                largest = max(largest, int(ids.max()))
                 if largest >= vocab_size:
                     raise DataError(
                         f"--tokenizer {self.tokenizer.name} gives token {largest}, which is not "
                         f"below its vocabulary of {vocab_size}: mend the tokenizer"
                     )
-                data = ids.astype(self.dtype).tobytes()
-                (held_out if piece.held_out else train).write(data)
-                hashes[piece.held_out].update(data)
-                tokens[piece.held_out] += len(ids)
+                data, part = ids.astype(self.dtype).tobytes(), self._is_held_out(text)
+                (held_out if part else train).write(data)
+                hashes[part].update(data)
+                tokens[part] += len(ids)
         write_meta(
             folder,
             documents=self.documents,
@@ -177,20 +79,43 @@ class _Builder:
             tokenizer=self.tokenizer.fingerprint,
         )
 
-    def encode(self, records: Iterator[Record]) -> Iterator[tuple[Piece, list[int]]]:
-        """The pieces of the usable records with their ids, tokenised many at a time."""
-        for batch in _batches(self.pieces(records)):
-            yield from zip(batch, self.tokenizer.encode([p.text for p in batch]), strict=True)
+    def _is_held_out(self, text: str) -> bool:
+        digest = hashlib.sha256(text.encode()).digest()
+        return int.from_bytes(digest[:8]) / 2**64 < self.section.eval_fraction
+
+    def encode(self, records: Iterator[Record]) -> Iterator[tuple[str, np.ndarray | list[int]]]:
+        """The usable texts with their ids, tokenised many at a time."""
+        for batch in _batches(self._usable(records)):
+            try:
+                if len(batch) > 1 or len(batch[0][1]) <= WINDOW_CHARS:
+                    texts = [text for _, text in batch]
+                    yield from zip(texts, self.tokenizer.encode(texts), strict=True)
+                    continue
+            except EncodingError:
+                pass  # one of them; which one is found alone
+            for where, text in batch:
+                try:
+                    yield text, self.tokenizer.encode_long(text)
+                except EncodingError as error:
+                    self._skip(where, printable(str(error)))
+
+    def _usable(self, records: Iterator[Record]) -> Iterator[tuple[str, str]]:
+        for where, value in records:
+            if fault := fault_of(value):
+                self._skip(where, fault)
+            else:
+                yield where, value
 
 
-def _batches(pieces: Iterator[Piece]) -> Iterator[list[Piece]]:
+def _batches(texts: Iterator[tuple[str, str]]) -> Iterator[list[tuple[str, str]]]:
+    """Texts together until there are many; a very long one is alone."""
     batch, chars = [], 0
-    for piece in pieces:
-        batch.append(piece)
-        chars += len(piece.text)
-        if len(batch) == BATCH_DOCUMENTS or chars >= BATCH_CHARS:
+    for where, text in texts:
+        if batch and (len(batch) == BATCH_DOCUMENTS or chars + len(text) > WINDOW_CHARS):
             yield batch
             batch, chars = [], 0
+        batch.append((where, text))
+        chars += len(text)
     if batch:
         yield batch
 
