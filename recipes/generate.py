@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from models.config import LlamaConfig
-from models.hf import hf_config
+from models.hf_config import hf_config
 from parallel.layout import Launch, Layout, LayoutError, read_launch
+from recipes.export_checks import build_transformers_model
 from recipes.export_hf import (
     check_share,
     find_checkpoint,
@@ -40,22 +41,16 @@ def load_model(checkpoint: Path, config: LlamaConfig, described: dict, ranks: "R
     Args:
         described: the model's config.json.
     """
-    import torch
     from torch.distributed.fsdp import fully_shard
-    from transformers import LlamaConfig as HFConfig
-    from transformers import LlamaForCausalLM
 
-    hf = HFConfig(**described)
-    with torch.device("meta"):
-        model = LlamaForCausalLM(hf).to(hf.dtype)
+    model = build_transformers_model(config, described)
     for layer in model.model.layers:
         fully_shard(layer, mesh=ranks.mesh["dp"])
     fully_shard(model, mesh=ranks.mesh["dp"])
     model.to_empty(device=ranks.device)
     # to_empty leaves the rotary frequencies uninitialised, and no checkpoint holds them.
-    model.model.rotary_emb = type(model.model.rotary_emb)(hf).to(ranks.device)
+    model.model.rotary_emb = type(model.model.rotary_emb)(model.config).to(ranks.device)
     parameters = dict(model.named_parameters())
-    assert parameters.keys() == config.parameter_shapes.keys()
     tensors = {name: parameter.detach() for name, parameter in parameters.items()}
     load_tensors(checkpoint, tensors, process_group=ranks.control)
     return model.eval()

@@ -23,8 +23,9 @@ from transformers import LlamaConfig as HFConfig
 
 import models.hf
 import recipes.export_hf as exporting
-from models.config import LlamaConfig, read_hf_config
-from models.hf import INDEX, check_weights, hf_config, load_weights
+from models.config import LlamaConfig
+from models.hf import INDEX, check_weights, load_weights
+from models.hf_config import hf_config, read_hf_config
 from models.llama import Llama
 from parallel.layout import Launch, read_launch
 from recipes.export_hf import export
@@ -88,6 +89,12 @@ def save_model(folder: Path, variant: str = "untied", max_shard_size: str = "5GB
     model.to(dtype).save_pretrained(folder, max_shard_size=max_shard_size)
     save_tokenizer(folder)
     return dict(model.named_parameters())
+
+
+def read_llama(folder: Path) -> LlamaConfig:
+    """The model that a config.json describes, with what it leaves open."""
+    stated, assumed = read_hf_config(folder)
+    return LlamaConfig(**stated, **assumed)
 
 
 @contextlib.contextmanager
@@ -210,7 +217,7 @@ def test_round_trip(variant, runs, tmp_path):
     for ids in (raw, generation):
         assert (ids["bos_token_id"], ids["eos_token_id"]) == (65, 66)
 
-    ours = Llama(LlamaConfig(**read_hf_config(out)))
+    ours = Llama(read_llama(out))
     assert check_weights(out, ours.config) == []
     load_weights(out, ours)
     tokens = torch.randint(0, 67, (2, 256))
@@ -348,7 +355,7 @@ def load_on_rank(folder: Path, tp: int, fields: dict) -> tuple[int, int, dict]:
 @pytest.mark.parametrize("tp", [1, 2, 4])
 def test_each_rank_reads_its_slices(variant, tp, ranks4, tmp_path):
     weights = save_model(tmp_path, variant, "20KB")
-    fields = read_hf_config(tmp_path)
+    fields = read_llama(tmp_path).model_dump()
     results = ranks4.run(load_on_rank, tmp_path, tp, fields)
     total = LlamaConfig(**fields).num_parameters
     for read, local, found in results:
@@ -497,7 +504,7 @@ def test_refused_index(spoil, fragments, tmp_path, no_launcher):
 def test_shards_without_an_index(tmp_path):
     save_model(tmp_path, max_shard_size="40KB")
     (tmp_path / INDEX).unlink()
-    assert check_weights(tmp_path, LlamaConfig(**read_hf_config(tmp_path))) == []
+    assert check_weights(tmp_path, read_llama(tmp_path)) == []
 
 
 def test_old_buffers_are_ignored_with_a_note(tmp_path, no_launcher, capsys):
@@ -594,6 +601,9 @@ def test_export_on_two_processes(runs, tmp_path, monkeypatch):
         load(checkpoint, tensors, **options)
 
     monkeypatch.setattr(exporting, "load_tensors", counted)
+    # Rank 0 makes the folder when it has checked everything.
+    checkpoint = RunDir(run).newest_checkpoint()
+    exporting.partial_folder(checkpoint, tmp_path / "two", "float32", 30_000).mkdir()
     export(run, tmp_path / "two", Launch(1, 2, 1, 2), max_shard_size="30KB")
     assert not (tmp_path / "two").exists(), "rank 0 completes it"
     after_one = len(sizes)
