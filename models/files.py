@@ -55,7 +55,9 @@ def printable(text: str) -> str:
 
 def shown(value: Any) -> str:
     """A JSON value as text for one line; of a long one its beginning, of a nested one its kind."""
-    if isinstance(value, dict | list):
-        return f"{'an object' if isinstance(value, dict) else 'a list'} of {len(value)}"
+    if isinstance(value, dict):
+        return f"an object of {len(value)} keys"
+    if isinstance(value, list):
+        return f"a list of {len(value)}"
     text = printable(repr(value))
     return text if len(text) <= 80 else f"{text[:77]}..."

@@ -28,29 +28,38 @@ COMPARE_BYTES = 1 << 26
 
 def _few(names: Iterable[str]) -> str:
     """Some names as text, not all of a thousand, nor all of a long one."""
-    names = [printable(name[:100]) for name in names]
+    names = list(names)
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return ", ".join(names[:3]) + more
+    return ", ".join(printable(name[:100]) for name in names[:3]) + more
+
+
+def _read_header(file: Path) -> tuple[dict[str, dict], int]:
+    """What the header of a file says of each tensor, and where the bytes of the tensors begin."""
+    where = printable(str(file))
+    try:
+        if not stat.S_ISREG(file.stat().st_mode):
+            raise ValueError(f"{where} is no regular file")
+        # It bounds the header, and checks shapes, types and offsets against each other.
+        with safe_open(file, framework="numpy"), file.open("rb") as opened:
+            size = int.from_bytes(opened.read(8), "little")
+            tensors = json.loads(opened.read(size))
+    except OSError as error:
+        raise ValueError(f"{where} cannot be read: {error.strerror or error}") from None
+    except SafetensorError as error:
+        raise ValueError(f"{where} cannot be read: {printable(str(error)[:300])}") from None
+    tensors.pop("__metadata__", None)
+    return tensors, 8 + size
 
 
 def _read_headers(files: Iterable[Path]) -> dict[str, tuple[Path, tuple[int, ...], str]]:
     """Name to (file, shape, dtype) of all tensors in some files; no tensor is read."""
     tensors = {}
     for file in files:
-        where = printable(str(file))
-        try:
-            if not stat.S_ISREG(file.stat().st_mode):
-                raise ValueError(f"{where} is no regular file")
-            with safe_open(file, framework="numpy") as opened:
-                for name in opened.keys():  # noqa: SIM118, it is no dict
-                    if name in tensors:
-                        raise ValueError(
-                            f"{where} holds {_few([name])}, and so does {tensors[name][0]}"
-                        )
-                    part = opened.get_slice(name)
-                    tensors[name] = file, tuple(part.get_shape()), part.get_dtype()
-        except (OSError, SafetensorError) as error:
-            raise ValueError(f"{where} cannot be read: {printable(str(error)[:300])}") from None
+        header, _ = _read_header(file)
+        if twice := [name for name in header if name in tensors]:
+            other = printable(str(tensors[twice[0]][0]))
+            raise ValueError(f"{printable(str(file))} holds {_few(twice)}, and so does {other}")
+        tensors |= {name: (file, tuple(t["shape"]), t["dtype"]) for name, t in header.items()}
     return tensors
 
 
@@ -110,10 +119,9 @@ def list_tensors(directory: Path) -> dict[str, tuple[Path, tuple[int, ...], str]
 
 def _raw(file: Path, name: str) -> np.ndarray:
     """The bytes of a tensor, mapped. numpy has no bfloat16, so they are not read as numbers."""
-    with file.open("rb") as opened:
-        size = int.from_bytes(opened.read(8), "little")
-        begin, end = json.loads(opened.read(size))[name]["data_offsets"]
-    return np.memmap(file, np.uint8, "r", 8 + size + begin, (end - begin,))
+    header, start = _read_header(file)
+    begin, end = header[name]["data_offsets"]
+    return np.memmap(file, np.uint8, "r", start + begin, (end - begin,))
 
 
 def _same_bytes(a: np.ndarray, b: np.ndarray) -> bool:

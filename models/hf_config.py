@@ -127,7 +127,7 @@ def _check_keys(raw: dict) -> None:
     names = raw.get("architectures", [])
     if not isinstance(names, list) or any(name not in ARCHITECTURES for name in names):
         name = names[0] if isinstance(names, list) and len(names) == 1 else names
-        raise ValueError(f"architectures is {shown(name)}; only {ARCHITECTURES[0]} is supported")
+        raise ValueError(f"architectures is {shown(name)}; only {[ARCHITECTURES[0]]} is supported")
     _same("dtype", raw.get("dtype"), "torch_dtype", raw.get("torch_dtype"))
 
 
@@ -142,7 +142,7 @@ def _same(key: str, value: Any, other_key: str, other: Any) -> None:
 def _read_rope(raw: dict) -> dict:
     """What is stated of ``rope_theta`` and ``rope_scaling``, in any spelling."""
     theta_key, theta = "rope_theta", raw.get("rope_theta")
-    scaling_key, scaling = "", None
+    scaling = None
     for key in ("rope_parameters", "rope_scaling"):
         block = raw.get(key, {})
         if not isinstance(block, dict):
@@ -154,8 +154,9 @@ def _read_rope(raw: dict) -> dict:
         if not block:
             continue
         block = _read_rope_block(key, block)
-        _same(scaling_key, scaling, key, block)
-        scaling_key, scaling = key, block
+        if scaling is not None and scaling != block:
+            raise ValueError("rope_parameters and rope_scaling differ: remove the wrong one")
+        scaling = block
     if theta is not None and (type(theta) not in (int, float) or not 0 < theta < math.inf):
         raise ValueError(f"{theta_key} is {shown(theta)}; it must be a positive number")
     stated = {"rope_theta": theta, "rope_scaling": scaling or None}

@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import fcntl
+import glob
 import os
 import re
 import shutil
@@ -54,21 +55,39 @@ def check_out(out: Path, partial: Path, checkpoint: Path) -> None:
     Raises:
         ConfigError: in one line.
     """
-    if is_taken(out):
-        raise ConfigError(f"OUT_DIR {out} exists and is not empty: name another one")
-    if os.path.ismount(out):
-        raise ConfigError(f"OUT_DIR {out} is a mount point: name a folder in it")
     folder = checkpoint.resolve()
     folder = folder.parent if folder.parent.name == "checkpoints" else folder
     if out.is_relative_to(folder):
         raise ConfigError(
             f"OUT_DIR {out} is among the checkpoints, which the run removes: name another one"
         )
-    with contextlib.suppress(FileNotFoundError):
-        partial.lstat()  # the longer of both names may be too long
-    parent = next(folder for folder in out.parents if os.path.lexists(folder))
-    if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
-        raise ConfigError(f"OUT_DIR {out}: {parent} is no folder that this user may write in")
+    if os.path.ismount(out):
+        raise ConfigError(f"OUT_DIR {out} is a mount point: name a folder in it")
+    try:
+        parent = next(folder for folder in out.parents if folder.exists())
+        if not os.access(parent, os.W_OK | os.X_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        with contextlib.suppress(FileNotFoundError):
+            partial.lstat()  # the longer of both names may be too long
+    except OSError as error:
+        raise ConfigError(
+            f"OUT_DIR {printable(str(out))} cannot be made ({error.strerror}): name another one"
+        ) from None
+
+
+def _lock(folder: Path, flags: int) -> int | None:
+    """A descriptor that holds the lock of a folder for this process; None if another one does."""
+    fd = os.open(folder / LOCK, os.O_RDWR | flags, 0o644)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        # The one that held it may have put the folder in place meanwhile.
+        busy = not os.path.samestat(os.fstat(fd), (folder / LOCK).stat())
+    except OSError as error:
+        # Some cluster file systems are mounted without locks: there the last rename decides.
+        busy = error.errno in (errno.EWOULDBLOCK, errno.EACCES, errno.ENOENT)
+    if busy:
+        os.close(fd)
+    return None if busy else fd
 
 
 @contextlib.contextmanager
@@ -78,29 +97,33 @@ def hold(partial: Path, out: Path) -> Iterator[None]:
     The lock moves with the folder; the kernel lets go of it when this process ends in any way.
 
     Raises:
-        ConfigError: if another process has begun an export to ``out`` and not ended.
+        ConfigError: if another process is at an export to ``out``, or the folder cannot be made.
     """
-    partial.mkdir(parents=True, exist_ok=True)
-    with contextlib.ExitStack() as locks:
-        begun = [p for p in out.parent.iterdir() if p.name.startswith(f".{out.name}.partial-")]
-        for folder in {partial, *begun}:
-            lock = folder / LOCK
-            try:
-                file = locks.enter_context(open(os.open(lock, os.O_RDWR | os.O_CREAT, 0o644)))
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                busy = folder == partial and not os.path.samestat(
-                    os.fstat(file.fileno()), lock.stat()
-                )
-            except OSError as error:
-                # Some cluster file systems are mounted without locks; the last rename decides.
-                busy = error.errno in (errno.EWOULDBLOCK, errno.EACCES)
-                busy |= folder == partial and error.errno == errno.ENOENT
-            if busy:
-                raise ConfigError(
-                    f"OUT_DIR {out} is being written by another export: wait for it, or name "
-                    "another one"
-                )
+    try:
+        partial.mkdir(parents=True, exist_ok=True)
+        fds = [_lock(partial, os.O_CREAT)]
+    except OSError as error:
+        raise ConfigError(
+            f"OUT_DIR {out} cannot be made ({error.strerror}): name another one"
+        ) from None
+    # An export with other settings has another folder.
+    for folder in out.parent.glob(f".{glob.escape(out.name)}.partial-*"):
+        if folder != partial:
+            with contextlib.suppress(FileNotFoundError):
+                fds.append(_lock(folder, 0))
+    try:
+        if None in fds:
+            if fds[0] is not None:
+                discard(partial)
+            raise ConfigError(
+                f"OUT_DIR {out} is being written by another export: wait for it, or name "
+                "another one"
+            )
         yield
+    finally:
+        for fd in fds:
+            if fd is not None:
+                os.close(fd)
 
 
 def discard(partial: Path) -> None:

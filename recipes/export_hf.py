@@ -157,6 +157,7 @@ def load_tensors(checkpoint: Path, tensors: dict, **options) -> None:
     from training.checkpoint_files import CheckpointReader
 
     try:
+        (checkpoint / ".metadata").stat()  # DCP would log a traceback where it is gone
         reader = CheckpointReader(checkpoint)
         with warnings.catch_warnings():
             # That no_dist is meant.
@@ -311,7 +312,9 @@ def export(
     """
     shard_size = parse_size(max_shard_size)
     out = resolve_out(out)
-    if launch.rank != 0 and is_taken(out):
+    if is_taken(out):
+        if launch.rank == 0:
+            raise ConfigError(f"OUT_DIR {out} exists and is not empty: name another one")
         return  # rank 0 refuses it, or has already completed it
     checkpoint = find_checkpoint(path)
     identity, config = read_identity(checkpoint)
