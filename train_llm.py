@@ -42,19 +42,18 @@ def main() -> None:
     from training.metrics import Meter
     from training.optimizer import ShardedOptimizer
     from training.profiler import Profiler
-    from training.tokens import load_tokenizer
 
     if config.layout.print_plan:
         return start.print_plan(config, layout, launch)
 
     with start.refusing(launch):
-        tokenizer = load_tokenizer(config.data.tokenizer)
+        tokenizer = start.load_run_tokenizer(config, launch)
         start.resolve_vocabulary(config, layout, tokenizer)
         ranks = init_ranks(launch, layout, config.run.comm_timeout, config.memory.cpu_offload)
         run, checkpoint = start.open_run(config, ranks)
         data = start.open_data(config, tokenizer, ranks)
         start.check_data(config, data, checkpoint)
-        start.begin_run(config, layout, ranks, run, checkpoint)
+        start.begin_run(config, layout, ranks, run, checkpoint, tokenizer)
 
     progress, prediction = Progress(), start.predict_run(config, layout, ranks.device)
     reporting = ending.reporting(run, config, layout, ranks, checkpoint, progress, prediction)
@@ -92,7 +91,7 @@ def main() -> None:
         stop_requested = ending.stop_requests(started, config.run.stop_after)
         with collecting_together(), Checkpointer(
             run.checkpoints, model, optimizer, progress, ranks, config.run,
-            identity=start.run_identity(config, data), started_from=checkpoint,
+            identity=start.run_identity(config, data, tokenizer), started_from=checkpoint,
             report=ending.report_save(run, ranks, reporter),
         ) as checkpointer:  # fmt: skip
             stopped = train(

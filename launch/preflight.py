@@ -70,7 +70,7 @@ def _parameters(config: Config) -> int:
     Raises:
         ConfigError: if the tokenizer cannot be loaded.
     """
-    from training.tokens import load_tokenizer
+    from training.tokenizer import load_tokenizer
 
     model = config.model
     if model.vocab_size is None:

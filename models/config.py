@@ -1,8 +1,6 @@
 """The architecture of a Llama, in the field names of Hugging Face's config.json. Torch-free."""
 
-import json
 import math
-from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -117,6 +115,12 @@ class LlamaConfig(BaseModel):
             )
         if self.head_size % 2:
             return f"--head-dim {self.head_size} is odd: rotary embedding needs an even head width"
+        scaling = self.rope_scaling
+        if scaling and scaling.high_freq_factor <= scaling.low_freq_factor:
+            return (
+                f"--rope-scaling: high_freq_factor {scaling.high_freq_factor} must be above "
+                f"low_freq_factor {scaling.low_freq_factor}"
+            )
         return None
 
 
@@ -130,64 +134,3 @@ def flops_per_token(model: LlamaConfig, seq_len: int, causal: bool = False) -> i
     """
     attention = model.num_hidden_layers * model.num_attention_heads * model.head_size * seq_len
     return 6 * model.num_matmul_parameters + (6 if causal else 12) * attention
-
-
-def read_hf_config(path: str | Path) -> dict:
-    """Read the architecture from a Hugging Face config.json (or the directory that holds one).
-
-    Both spellings are read: ``rope_theta`` and ``rope_scaling`` (with ``type`` or ``rope_type``),
-    and the ``rope_parameters`` block of transformers 5. Only what the file states is returned, so
-    that a caller can tell a stated value from a default.
-
-    Returns:
-        Keyword arguments for :class:`LlamaConfig`.
-
-    Raises:
-        ValueError: in one line, if the file cannot be read, is not a Llama, or asks for something
-            this model does not do (another RoPE type or activation, biases).
-    """
-    path = Path(path)
-    file = path / "config.json" if path.is_dir() else path
-    try:
-        raw = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{path}: cannot read {file}: {error}") from error
-    if not isinstance(raw, dict) or raw.get("model_type") != "llama":
-        found = raw.get("model_type") if isinstance(raw, dict) else type(raw).__name__
-        raise ValueError(f"{file}: model_type is {found!r}; only 'llama' is supported")
-    only = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
-    for key, wanted in (only | {"partial_rotary_factor": 1.0}).items():
-        if raw.get(key, wanted) != wanted:
-            raise ValueError(f"{file}: {key} is {raw[key]!r}; only {wanted!r} is supported")
-
-    required = (
-        "hidden_size",
-        "intermediate_size",
-        "num_hidden_layers",
-        "num_attention_heads",
-        "vocab_size",
-    )
-    if missing := [key for key in required if raw.get(key) is None]:
-        raise ValueError(f"{file}: {', '.join(missing)} is missing")
-
-    known = {key: raw[key] for key in LlamaConfig.model_fields if raw.get(key) is not None}
-    known.pop("rope_scaling", None)
-    key = "rope_parameters" if raw.get("rope_parameters") else "rope_scaling"
-    if not isinstance(raw.get(key) or {}, dict):
-        raise ValueError(f"{file}: {key} must be an object, not {raw[key]!r}")
-    rope = dict(raw.get(key) or {})
-    known["rope_theta"] = rope.pop("rope_theta", raw.get("rope_theta", 10000.0))
-    # Absent fields mean transformers' defaults, which are not all this project's.
-    known.setdefault("rms_norm_eps", 1e-6)
-    known.setdefault("tie_word_embeddings", False)
-    rope_type = rope.pop("rope_type", rope.pop("type", "default"))
-    rope.pop("type", None)
-    if rope.pop("partial_rotary_factor", 1.0) != 1.0:
-        raise ValueError(f"{file}: only partial_rotary_factor 1.0 is supported")
-    if rope_type == "llama3":
-        known["rope_scaling"] = {"rope_type": rope_type, **rope}
-    elif rope_type != "default":
-        raise ValueError(
-            f"{file}: rope type {rope_type!r} is not supported; only 'default' and 'llama3' are"
-        )
-    return known

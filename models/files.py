@@ -46,11 +46,32 @@ def read_json(path: Path, limit: int = 1 << 26) -> Any:
         ValueError: in words that follow the file's name, if there is no such value in it.
     """
     try:
-        return json.loads(read_bounded(path, limit))
+        return json.loads(read_bounded(path, limit), object_pairs_hook=_without_duplicates)
     except RecursionError:
         raise ValueError("is nested too deeply") from None
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    value = dict(pairs)
+    if len(value) < len(pairs):
+        seen = set()
+        for name, _ in pairs:
+            if name in seen:
+                raise ValueError(f"states {shown(name)} twice")
+            seen.add(name)
+    return value
 
 
 def printable(text: str) -> str:
     """``text`` in one line, with everything escaped that a terminal would act on."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def shown(value: Any) -> str:
+    """A JSON value as text for one line; of a long one its beginning, of a nested one its kind."""
+    if isinstance(value, dict):
+        return f"an object of {len(value)} keys"
+    if isinstance(value, list):
+        return f"a list of {len(value)}"
+    text = printable(repr(value))
+    return text if len(text) <= 80 else f"{text[:77]}..."

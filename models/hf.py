@@ -1,9 +1,10 @@
-"""Hugging Face model directories: config.json and safetensors in and out. No pickle is ever read.
+"""The safetensors of a Hugging Face directory, read with care. No pickle is ever read.
 
 Only :func:`load_weights` needs torch, so that a directory is checked before torch is imported.
 """
 
 import json
+import stat
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,11 +13,12 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from models.config import LlamaConfig
+from models.files import printable, read_json
 
 if TYPE_CHECKING:
     from models.llama import Llama
 
-INDEX = "model.safetensors.index.json"
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 # Buffers that old versions saved; they follow from the config.
 OLD_BUFFERS = ("rotary_emb.inv_freq", "rope.freqs")
@@ -25,73 +27,101 @@ COMPARE_BYTES = 1 << 26
 
 
 def _few(names: Iterable[str]) -> str:
-    """Some names as text, not all of a thousand."""
+    """Some names as text, not all of a thousand, nor all of a long one."""
     names = list(names)
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return ", ".join(names[:3]) + more
+    return ", ".join(printable(name[:100]) for name in names[:3]) + more
+
+
+def _read_header(file: Path) -> tuple[dict[str, dict], int]:
+    """What the header of a file says of each tensor, and where the bytes of the tensors begin."""
+    where = printable(str(file))
+    try:
+        if not stat.S_ISREG(file.stat().st_mode):
+            raise ValueError(f"{where} is no regular file")
+        # It bounds the header, and checks shapes, types and offsets against each other.
+        with safe_open(file, framework="numpy"), file.open("rb") as opened:
+            size = int.from_bytes(opened.read(8), "little")
+            tensors = json.loads(opened.read(size))
+    except OSError as error:
+        raise ValueError(f"{where} cannot be read: {error.strerror or error}") from None
+    except SafetensorError as error:
+        raise ValueError(f"{where} cannot be read: {printable(str(error)[:300])}") from None
+    tensors.pop("__metadata__", None)
+    return tensors, 8 + size
 
 
 def _read_headers(files: Iterable[Path]) -> dict[str, tuple[Path, tuple[int, ...], str]]:
     """Name to (file, shape, dtype) of all tensors in some files; no tensor is read."""
-    found = {}
+    tensors = {}
     for file in files:
-        try:
-            with safe_open(file, framework="numpy") as opened:
-                for name in opened.keys():  # noqa: SIM118, it is no dict
-                    if name in found:
-                        raise ValueError(f"{file} holds {name}, and so does {found[name][0]}")
-                    part = opened.get_slice(name)
-                    found[name] = file, tuple(part.get_shape()), part.get_dtype()
-        except (OSError, SafetensorError) as error:
-            raise ValueError(f"{file} cannot be read: {error}") from None
-    return found
+        header, _ = _read_header(file)
+        if twice := [name for name in header if name in tensors]:
+            other = printable(str(tensors[twice[0]][0]))
+            raise ValueError(f"{printable(str(file))} holds {_few(twice)}, and so does {other}")
+        tensors |= {name: (file, tuple(t["shape"]), t["dtype"]) for name, t in header.items()}
+    return tensors
 
 
 def _read_index(index: Path) -> dict[str, str]:
     """Name of a tensor to the name of its file."""
     try:
-        names = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        return {str(name): str(file) for name, file in names.items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{index} cannot be read: {type(error).__name__} {error}") from None
+        weight_map = read_json(index)["weight_map"]
+        if not all(isinstance(file, str) for file in weight_map.values()):
+            raise ValueError("weight_map must name a file for each tensor")
+    except OSError as error:
+        raise ValueError(f"{index} cannot be read: {error.strerror}") from None
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        text = f"{type(error).__name__} {error}"[:300]
+        raise ValueError(f"{index} cannot be read: {printable(text)}") from None
+    return weight_map
 
 
 def list_tensors(directory: Path) -> dict[str, tuple[Path, tuple[int, ...], str]]:
     """Name to (file, shape, safetensors dtype) of every tensor in a directory, from headers alone.
 
     The files are ``model.safetensors``, else those of ``model.safetensors.index.json``, else all
-    ``*.safetensors``.
+    ``*.safetensors``. No name in the index leads out of the directory.
 
     Raises:
         ValueError: in one line, if there is no safetensors file, one cannot be read, or the index
             names a file that is missing or does not hold a tensor.
     """
-    single, index = directory / "model.safetensors", directory / INDEX
-    if single.is_file() or not index.is_file():
-        files = [single] if single.is_file() else sorted(directory.glob("*.safetensors"))
+    try:
+        names = {path.name for path in directory.iterdir() if not path.name.startswith(".")}
+    except OSError as error:
+        raise ValueError(f"{directory} cannot be read: {error.strerror}") from None
+    if SINGLE in names or INDEX not in names:
+        files = [name for name in sorted(names) if name.endswith(".safetensors")]
         if not files:
-            pickles = sorted(p.name for p in directory.glob("*.bin"))
-            hint = f"; {pickles[0]} is a pickle, and pickles are never read" if pickles else ""
+            pickles = sorted(name for name in names if name.endswith(".bin"))
+            hint = f"; {_few(pickles[:1])} is a pickle, and pickles are never read"
             raise ValueError(
-                f"{directory} holds no safetensors file{hint}: convert the weights to safetensors"
+                f"{directory} holds no safetensors file{hint if pickles else ''}: "
+                "convert the weights to safetensors"
             )
-        return _read_headers(files)
-    named = _read_index(index)
-    if absent := sorted({f for f in named.values() if not (directory / f).is_file()}):
-        raise ValueError(f"{index} names {_few(absent)}, and there is no such file")
-    found = _read_headers(directory / file for file in sorted(set(named.values())))
-    for name, file in named.items():
-        if name not in found or found[name][0] != directory / file:
-            raise ValueError(f"{index} names {name} in {file}, which does not hold it")
-    return found
+        return _read_headers(directory / file for file in ([SINGLE] if SINGLE in names else files))
+    index = directory / INDEX
+    weight_map = _read_index(index)
+    # Only what lies in the directory has a name in it: no path does, in whatever spelling.
+    if absent := sorted(set(weight_map.values()) - names):
+        raise ValueError(
+            f"{index} names {_few(absent)}, and there is no such file in its directory"
+        )
+    tensors = _read_headers(directory / file for file in sorted(set(weight_map.values())))
+    for name, file in weight_map.items():
+        if name not in tensors or tensors[name][0].name != file:
+            raise ValueError(
+                f"{index} names {_few([name])} in {_few([file])}, which does not hold it"
+            )
+    return tensors
 
 
 def _raw(file: Path, name: str) -> np.ndarray:
     """The bytes of a tensor, mapped. numpy has no bfloat16, so they are not read as numbers."""
-    with file.open("rb") as opened:
-        size = int.from_bytes(opened.read(8), "little")
-        begin, end = json.loads(opened.read(size))[name]["data_offsets"]
-    return np.memmap(file, np.uint8, "r", 8 + size + begin, (end - begin,))
+    header, start = _read_header(file)
+    begin, end = header[name]["data_offsets"]
+    return np.memmap(file, np.uint8, "r", start + begin, (end - begin,))
 
 
 def _same_bytes(a: np.ndarray, b: np.ndarray) -> bool:
@@ -131,8 +161,8 @@ def check_weights(directory: Path, config: LlamaConfig) -> list[str]:
         _, there, dtype = found[name]
         if there != shape:
             raise ValueError(
-                f"{directory}: {name} is {list(there)} there and {list(shape)} in this model: "
-                "leave out the flags that change the model"
+                f"{directory}: {name} is {str(list(there))[:80]} there and {list(shape)} in this "
+                "model: leave out the flags that change the model"
             )
         if dtype not in FLOATS:
             raise ValueError(f"{directory}: {name} is {dtype}; only {', '.join(FLOATS)} are read")
@@ -160,50 +190,3 @@ def load_weights(directory: Path, model: "Llama") -> None:
                     for start, size in zip(offset, local.shape, strict=True)
                 )
                 local.copy_(opened[files[name]].get_slice(name)[where])
-
-
-def hf_config(
-    config: LlamaConfig,
-    *,
-    seq_len: int,
-    dtype: str,
-    bos_token_id: int | None,
-    eos_token_id: int | None,
-) -> dict:
-    """The config.json of ``config``, in the spellings of transformers 4 and 5.
-
-    Args:
-        seq_len: tokens per sequence of the training. A longer ``max_position_embeddings`` stays;
-            where none is stated, the rotary scaling tells what it stretches to.
-        dtype: of the weights, as in "bfloat16".
-    """
-    scaling, longest = config.rope_scaling, config.max_position_embeddings
-    if scaling:
-        longest = longest or int(scaling.factor * scaling.original_max_position_embeddings)
-        scaling = scaling.model_dump()
-    rope = {"rope_theta": config.rope_theta, **(scaling or {"rope_type": "default"})}
-    return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
-        "num_hidden_layers": config.num_hidden_layers,
-        "num_attention_heads": config.num_attention_heads,
-        "num_key_value_heads": config.kv_heads,
-        "head_dim": config.head_size,
-        "vocab_size": config.vocab_size,
-        "max_position_embeddings": max(seq_len, longest or 0),
-        "rms_norm_eps": config.rms_norm_eps,
-        "tie_word_embeddings": config.tie_word_embeddings,
-        "rope_parameters": rope,
-        "rope_theta": config.rope_theta,
-        "rope_scaling": scaling,
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "mlp_bias": False,
-        "bos_token_id": bos_token_id,
-        "eos_token_id": eos_token_id,
-        "pad_token_id": None,
-        "dtype": dtype,
-        "torch_dtype": dtype,
-    }

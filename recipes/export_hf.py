@@ -3,24 +3,42 @@
     python -m recipes.export_hf runs/debug debug-hf
 
 It holds safetensors, config.json, generation_config.json and the tokenizer, and loads with
-transformers' from_pretrained. Only one output file is in memory at a time; torchrun with N
-processes, on a file system that they share, writes N files at a time. A killed export leaves only
-a hidden folder next to OUT_DIR, from which the same command goes on. Exit codes: 0 written, 1 the
-disk failed, 2 bad input.
+transformers' from_pretrained: before anything is written, names and shapes are compared with
+transformers' own model of that config. Only one output file is in memory at a time; torchrun with
+N processes, on a file system that they share, writes N files at a time. A killed export leaves
+only a hidden folder next to OUT_DIR, from which the same command goes on; one that fails, also for
+a full disk, removes what it has written. Exit codes: 0 written, 1 the disk failed, 2 bad input.
 """
 
 import argparse
+import contextlib
+import errno
 import hashlib
 import json
 import os
 import sys
 import time
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 
 from models.config import LlamaConfig
-from models.hf import INDEX, hf_config
+from models.hf import INDEX
+from models.hf_config import hf_config
 from parallel.layout import Launch, LayoutError, read_launch
+from recipes.export_checks import (
+    LOCK,
+    build_transformers_model,
+    check_checkpoint,
+    check_config,
+    check_out,
+    check_written,
+    discard,
+    hold,
+    is_taken,
+    parse_size,
+)
+from recipes.run_tokenizer import load_run_tokenizer, read_generation, write_tokenizer
 from training.checkpoint_dir import DamageError, check_file, read_checkpoint_state, read_sums
 from training.checks import refuse
 from training.command_line import Parser
@@ -28,6 +46,7 @@ from training.config import ConfigError
 from training.files import sync, write_atomic
 from training.run_dir import RunDir
 from training.text import one_line
+from training.tokenizer import GENERATION
 
 DTYPES = ("bfloat16", "float16", "float32", "float64")
 POLL_S = 0.2
@@ -41,6 +60,12 @@ def make_parser(name: str, description: str) -> Parser:
         type=Path,
         metavar="RUN_OR_CHECKPOINT",
         help="a run directory (its newest checkpoint is taken), or a checkpoint",
+    )
+    parser.add_argument(
+        "--tokenizer",
+        metavar="DIR",
+        help="the tokenizer of the run, if it is not where it was (default: the copy that the run "
+        "keeps)",
     )
     return parser
 
@@ -67,10 +92,12 @@ def read_identity(checkpoint: Path) -> tuple[dict, LlamaConfig]:
         ConfigError: if it cannot be read.
     """
     try:
-        identity = read_checkpoint_state(checkpoint)["identity"]
+        state = read_checkpoint_state(checkpoint)
+        identity = state["identity"]
         fields = {key: identity[key] for key in LlamaConfig.model_fields if key in identity}
         needed = {key: identity[key] for key in ("seq_len", "dtype", "tokenizer")}
-        return needed, LlamaConfig(**fields)
+        needed["tokenizer_fingerprint"] = identity.get("tokenizer_fingerprint")
+        return needed | {"step": state["step"]}, LlamaConfig(**fields)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(
             f"{checkpoint / 'state.json'} cannot be read ({type(error).__name__}: "
@@ -92,43 +119,15 @@ def check_share(checkpoint: Path, launch: Launch) -> None:
         raise ConfigError(f"{checkpoint} is damaged ({error}): name another checkpoint") from None
 
 
-def load_hf_tokenizer(name: str):
-    """The tokenizer of a run as transformers' own, which can be saved.
-
-    Raises:
-        ConfigError: if it cannot be loaded.
-    """
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast
-
-    from training.tokens import load_tokenizer
-
-    ours = load_tokenizer(name)  # refuses what the training would
-    if name != "bytes":
-        return AutoTokenizer.from_pretrained(name, trust_remote_code=False)
-    return PreTrainedTokenizerFast(
-        tokenizer_object=ours.backend,
-        eos_token="<|endoftext|>",
-        # No text spells EOS: its letters stay letters.
-        split_special_tokens=True,
-    )
-
-
-def plan_files(config: LlamaConfig, dtype: str, max_shard_size: str):
-    """Which tensor goes into which file: huggingface_hub's ``StateDictSplit``.
-
-    Raises:
-        ConfigError: if ``max_shard_size`` is no size.
-    """
+def plan_files(config: LlamaConfig, dtype: str, max_shard_size: int):
+    """Which tensor goes into which file: huggingface_hub's ``StateDictSplit``."""
     import torch
     from huggingface_hub import split_torch_state_dict_into_shards
 
     with torch.device("meta"):
         kind = getattr(torch, dtype)
         tensors = {n: torch.empty(s, dtype=kind) for n, s in config.parameter_shapes.items()}
-    try:
-        return split_torch_state_dict_into_shards(tensors, max_shard_size=max_shard_size)
-    except ValueError as error:
-        raise ConfigError(f"--max-shard-size {max_shard_size}: {one_line(error)}") from None
+    return split_torch_state_dict_into_shards(tensors, max_shard_size=max_shard_size)
 
 
 def load_tensors(checkpoint: Path, tensors: dict, **options) -> None:
@@ -146,6 +145,7 @@ def load_tensors(checkpoint: Path, tensors: dict, **options) -> None:
     from training.checkpoint_files import CheckpointReader
 
     try:
+        (checkpoint / ".metadata").stat()  # DCP would log a traceback where it is gone
         reader = CheckpointReader(checkpoint)
         with warnings.catch_warnings():
             # That no_dist is meant.
@@ -163,6 +163,7 @@ def load_tensors(checkpoint: Path, tensors: dict, **options) -> None:
 def write_shard(checkpoint: Path, names: list[str], config: LlamaConfig, dtype: str, to: Path):
     """Read some tensors of a checkpoint, whole, and write them into one safetensors file."""
     import torch
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     shapes, kind = config.parameter_shapes, getattr(torch, dtype)
@@ -170,7 +171,10 @@ def write_shard(checkpoint: Path, names: list[str], config: LlamaConfig, dtype: 
     load_tensors(checkpoint, tensors, no_dist=True)
     temporary = to.with_name(f".{to.name}.{os.getpid()}.tmp")
     try:
-        save_file(tensors, temporary, metadata={"format": "pt"})
+        try:
+            save_file(tensors, temporary, metadata={"format": "pt"})
+        except SafetensorError as error:  # what the disk said, as text
+            raise OSError(errno.EIO, one_line(error), str(to)) from None
         temporary.chmod(0o644)  # safetensors lets nobody else read it
         sync(temporary)
         os.replace(temporary, to)
@@ -178,40 +182,98 @@ def write_shard(checkpoint: Path, names: list[str], config: LlamaConfig, dtype: 
         temporary.unlink(missing_ok=True)
 
 
-def write_small_files(
-    folder: Path, config: LlamaConfig, identity: dict, dtype: str, plan, tokenizer
-) -> None:
-    """Write config.json, generation_config.json, the index where it is needed, and the tokenizer.
+def write_small_files(folder: Path, described: dict, generation: dict, plan) -> None:
+    """Write config.json, generation_config.json, and the index where it is needed.
 
     Args:
-        tokenizer: from :func:`load_hf_tokenizer`.
+        described, generation: the content of the first two.
     """
-    ends = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
-    described = hf_config(config, seq_len=identity["seq_len"], dtype=dtype, **ends)
-    texts = {"config.json": described, "generation_config.json": ends}
+    texts = {"config.json": described, GENERATION: generation}
     if plan.is_sharded:
         texts[INDEX] = {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename}
     for name, content in texts.items():
         write_atomic(folder / name, json.dumps(content, indent=2) + "\n")
-    tokenizer.save_pretrained(folder)
 
 
-def partial_folder(checkpoint: Path, out: Path, dtype: str, max_shard_size: str) -> Path:
+def partial_folder(checkpoint: Path, out: Path, dtype: str, shard_size: int) -> Path:
     """The hidden folder next to ``out`` that becomes ``out`` when everything is in it.
 
     Its name holds a hash of what is exported and how. All processes find it without a word to each
     other, and what a killed export has left in it is of this export and need not be written again.
+
+    Raises:
+        ConfigError: if the checkpoint is not there, as when its run has just removed it.
     """
-    metadata = (checkpoint / ".metadata").stat()
-    state = (checkpoint / "state.json").read_text(encoding="utf-8")
-    key = [state, metadata.st_mtime_ns, metadata.st_size, dtype, max_shard_size]
+    try:
+        metadata = (checkpoint / ".metadata").stat()
+        state = (checkpoint / "state.json").read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(
+            f"{checkpoint} cannot be read ({error.strerror}): name another checkpoint"
+        ) from None
+    key = [state, metadata.st_mtime_ns, metadata.st_size, dtype, shard_size]
     name = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:12]
     return out.with_name(f".{out.name}.partial-{name}")
 
 
-def is_taken(out: Path) -> bool:
-    """Whether something is at ``out`` that an export would have to replace."""
-    return os.path.lexists(out) and not (out.is_dir() and not any(out.iterdir()))
+def resolve_out(out: Path) -> Path:
+    """OUT_DIR with no link in it, since the folder is put in place by a rename.
+
+    Raises:
+        ConfigError: if its links go in a circle.
+    """
+    try:
+        return out.expanduser().resolve()
+    except RuntimeError as error:
+        raise ConfigError(f"OUT_DIR {out}: {one_line(error)}") from None
+
+
+@contextlib.contextmanager
+def removed_on_failure(partial: Path) -> Iterator[None]:
+    """Remove ``partial`` if this fails; a kill leaves it, for the same command to go on."""
+    try:
+        yield
+    except Exception:
+        discard(partial)
+        raise
+
+
+def write_share(
+    checkpoint: Path, files: dict[str, list[str]], config: LlamaConfig, dtype: str, partial: Path
+) -> None:
+    """Write the files of one process; those that a killed export has left whole are kept."""
+    for file, names in files.items():
+        if not (partial / file).exists():
+            write_shard(checkpoint, names, config, dtype, partial / file)
+
+
+def complete(partial: Path, out: Path, config: LlamaConfig, dtype: str, plan) -> None:
+    """Wait for the files of all processes, check them, and give the folder its name."""
+    # A file has its name only when it is whole. If its writer fails, torchrun ends this process.
+    while not all((partial / file).exists() for file in plan.filename_to_tensors):
+        partial.stat()  # a process that fails takes the folder away
+        time.sleep(POLL_S)
+    for temporary in partial.glob(".*.tmp"):  # of killed exports
+        temporary.unlink()
+    check_written(partial, config, dtype, plan.tensor_to_filename)
+    sync(partial)
+    try:
+        os.rename(partial, out)
+    except OSError as error:
+        raise ConfigError(
+            f"OUT_DIR {out} cannot be put in place ({error.strerror}): name another one"
+        ) from None
+    (out / LOCK).unlink(missing_ok=True)
+    sync(out.parent)
+
+
+def wait_for(partial: Path, out: Path) -> bool:
+    """Wait until rank 0 has checked everything; False if it has already completed ``out``."""
+    while not partial.is_dir():
+        if is_taken(out):
+            return False
+        time.sleep(POLL_S)
+    return True
 
 
 def export(
@@ -221,48 +283,51 @@ def export(
     *,
     dtype: str | None = None,
     max_shard_size: str = "5GB",
+    tokenizer_name: str | None = None,
 ) -> None:
     """Write this process's share of the files; rank 0 waits for all of them and completes ``out``.
 
     Args:
         path: a run directory, or a checkpoint.
         dtype: of the written weights; None: that of the checkpoint.
+        tokenizer_name: in place of the tokenizer that the run keeps.
 
     Raises:
         ConfigError: in one line. OSError: from the disk.
     """
-    out = out.absolute()
+    shard_size = parse_size(max_shard_size)
+    out = resolve_out(out)
     if is_taken(out):
         if launch.rank == 0:
             raise ConfigError(f"OUT_DIR {out} exists and is not empty: name another one")
         return  # rank 0 refuses it, or has already completed it
     checkpoint = find_checkpoint(path)
     identity, config = read_identity(checkpoint)
-    check_share(checkpoint, launch)
     dtype = dtype or ("float64" if identity["dtype"] == "float64" else "float32")
-    plan = plan_files(config, dtype, max_shard_size)
-    tokenizer = load_hf_tokenizer(identity["tokenizer"]) if launch.rank == 0 else None
-    partial = partial_folder(checkpoint, out, dtype, max_shard_size)
-    files = list(plan.filename_to_tensors)
-    mine = files[launch.rank :: launch.world_size]
-    if mine:
-        partial.mkdir(parents=True, exist_ok=True)
-    for file in mine:
-        if not (partial / file).exists():
-            names = plan.filename_to_tensors[file]
-            write_shard(checkpoint, names, config, dtype, partial / file)
+    partial = partial_folder(checkpoint, out, dtype, shard_size)
+    if launch.rank == 0:
+        check_out(out, partial, checkpoint)
+    check_share(checkpoint, launch)
+    plan = plan_files(config, dtype, shard_size)
+    mine = list(plan.filename_to_tensors.items())[launch.rank :: launch.world_size]
     if launch.rank != 0:
+        if mine and wait_for(partial, out):
+            with removed_on_failure(partial):
+                write_share(checkpoint, dict(mine), config, dtype, partial)
         return
-    write_small_files(partial, config, identity, dtype, plan, tokenizer)
-    # A file has its name only when it is whole. If its writer fails, torchrun ends this process.
-    while not all((partial / file).exists() for file in files):
-        time.sleep(POLL_S)
-    for left in partial.glob(".*.tmp"):  # of killed exports
-        left.unlink()
-    sync(partial)
-    os.rename(partial, out)
-    sync(out.parent)
-    print(f"wrote step {read_checkpoint_state(checkpoint)['step']} of {path} as {dtype} to {out}")
+    tokenizer = load_run_tokenizer(checkpoint, identity, tokenizer_name)
+    generation = read_generation(checkpoint, tokenizer)
+    ends = {key: generation[key] for key in ("bos_token_id", "eos_token_id")}
+    described = hf_config(config, seq_len=identity["seq_len"], dtype=dtype, **ends)
+    check_config(config, described)
+    check_checkpoint(checkpoint, config)
+    build_transformers_model(config, described)
+    with hold(partial, out), removed_on_failure(partial):
+        write_share(checkpoint, dict(mine), config, dtype, partial)
+        write_small_files(partial, described, generation, plan)
+        write_tokenizer(tokenizer, partial)
+        complete(partial, out, config, dtype, plan)
+    print(f"wrote step {identity['step']} of {path} as {dtype} to {out}")
 
 
 def parse_command(argv: list[str]) -> argparse.Namespace:
@@ -295,11 +360,13 @@ def main(argv: list[str] | None = None) -> int:
             launch,
             dtype=options.dtype,
             max_shard_size=options.max_shard_size,
+            tokenizer_name=options.tokenizer,
         )
     except (ConfigError, LayoutError) as error:
         refuse(str(error), launch, "export_hf")
     except OSError as error:
-        print(f"export_hf: error: {error}", file=sys.stderr)
+        what = f"{error.filename}: {error.strerror}" if error.filename else error
+        print(f"export_hf: error: OUT_DIR {options.out} is not written ({what})", file=sys.stderr)
         return 1
     return 0
 

@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from models.config import LlamaConfig
-from models.hf import hf_config
+from models.hf_config import hf_config
 from parallel.layout import Launch, Layout, LayoutError, read_launch
+from recipes.export_checks import build_transformers_model
 from recipes.export_hf import (
     check_share,
     find_checkpoint,
@@ -24,6 +25,7 @@ from recipes.export_hf import (
     make_parser,
     read_identity,
 )
+from recipes.run_tokenizer import load_run_tokenizer
 from training.checks import refuse
 from training.command_line import positive
 from training.config import ConfigError
@@ -40,22 +42,16 @@ def load_model(checkpoint: Path, config: LlamaConfig, described: dict, ranks: "R
     Args:
         described: the model's config.json.
     """
-    import torch
     from torch.distributed.fsdp import fully_shard
-    from transformers import LlamaConfig as HFConfig
-    from transformers import LlamaForCausalLM
 
-    hf = HFConfig(**described)
-    with torch.device("meta"):
-        model = LlamaForCausalLM(hf).to(hf.dtype)
+    model = build_transformers_model(config, described)
     for layer in model.model.layers:
         fully_shard(layer, mesh=ranks.mesh["dp"])
     fully_shard(model, mesh=ranks.mesh["dp"])
     model.to_empty(device=ranks.device)
     # to_empty leaves the rotary frequencies uninitialised, and no checkpoint holds them.
-    model.model.rotary_emb = type(model.model.rotary_emb)(hf).to(ranks.device)
+    model.model.rotary_emb = type(model.model.rotary_emb)(model.config).to(ranks.device)
     parameters = dict(model.named_parameters())
-    assert parameters.keys() == config.parameter_shapes.keys()
     tensors = {name: parameter.detach() for name, parameter in parameters.items()}
     load_tensors(checkpoint, tensors, process_group=ranks.control)
     return model.eval()
@@ -94,9 +90,8 @@ def generate(path: Path, launch: Launch, options: argparse.Namespace) -> list[in
     import torch.distributed as dist
 
     from parallel.mesh import init_ranks
-    from training.tokens import load_tokenizer
 
-    tokenizer = load_tokenizer(identity["tokenizer"])
+    tokenizer = load_run_tokenizer(checkpoint, identity, options.tokenizer)
     ids = [tokenizer.eos_id, *tokenizer.encode([options.prompt])[0]]
     described = hf_config(
         config,
@@ -156,7 +151,8 @@ def parse_command(argv: list[str]) -> argparse.Namespace:
     parser = make_parser("generate", __doc__)
     add = parser.add_argument
     add("--prompt", default="", metavar="TEXT",
-        help="how the text starts (default: nothing)")  # fmt: skip
+        help="how the text starts, after the EOS that the documents of the training start after; a "
+        "special token that is spelled here is its letters (default: nothing)")  # fmt: skip
     add("--max-new-tokens", type=positive, default=64, metavar="N",
         help="tokens after the prompt, unless the text ends before (default: 64)")  # fmt: skip
     add("--temperature", type=_temperature, default=0.8, metavar="T",

@@ -121,7 +121,7 @@ def parse_command(argv: list[str]) -> tuple[argparse.Namespace, Config]:
 def with_vocabulary(config: Config) -> Config:
     """With the vocabulary of its tokenizer, if none is set."""
     if config.model.vocab_size is None:
-        from training.tokens import load_tokenizer
+        from training.tokenizer import load_tokenizer
 
         config.model.vocab_size = load_tokenizer(config.data.tokenizer).vocab_size
     return config

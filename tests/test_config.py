@@ -82,6 +82,7 @@ def test_flag_beats_model_config_beats_recipe(capsys):
 )
 def test_overrides_are_listed(capsys, argv, said):
     file = {"head_dim": 32, "tie_word_embeddings": True, "rms_norm_eps": 1e-6}
+    file |= {"num_key_value_heads": 4, "rope_theta": 1e4}  # so that nothing is assumed
     config = with_model_config(file | {"rope_scaling": {"rope_type": "llama3", **SCALING}}, *argv)
     captured = capsys.readouterr()
     assert captured.out == "" and captured.err.count("\n") == bool(said)

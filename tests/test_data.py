@@ -30,7 +30,8 @@ from training.data import (
     train_batch,
 )
 from training.text import DataError
-from training.tokens import load_tokenizer, prepare_tokens
+from training.tokenizer import load_tokenizer
+from training.tokens import prepare_tokens
 
 BYTES = load_tokenizer("bytes")
 

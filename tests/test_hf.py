@@ -8,6 +8,7 @@ import logging
 import os
 import pickle
 import shutil
+import struct
 import subprocess
 import sys
 import warnings
@@ -23,10 +24,12 @@ from transformers import LlamaConfig as HFConfig
 
 import models.hf
 import recipes.export_hf as exporting
-from models.config import LlamaConfig, read_hf_config
-from models.hf import INDEX, check_weights, hf_config, load_weights
+from models.config import LlamaConfig
+from models.hf import INDEX, check_weights, load_weights
+from models.hf_config import hf_config, read_hf_config
 from models.llama import Llama
 from parallel.layout import Launch, read_launch
+from recipes.export_checks import parse_size
 from recipes.export_hf import export
 from recipes.generate import generate
 from tests.launch import rows, train
@@ -37,7 +40,7 @@ from training.checks import check
 from training.command_line import parse_flags
 from training.config import ConfigError
 from training.run_dir import RunDir
-from training.tokens import load_tokenizer
+from training.tokenizer import load_tokenizer
 
 ROOT = Path(__file__).parent.parent
 ALONE = Launch(0, 1, 0, 1)
@@ -88,6 +91,12 @@ def save_model(folder: Path, variant: str = "untied", max_shard_size: str = "5GB
     model.to(dtype).save_pretrained(folder, max_shard_size=max_shard_size)
     save_tokenizer(folder)
     return dict(model.named_parameters())
+
+
+def read_llama(folder: Path) -> LlamaConfig:
+    """The model that a config.json describes, with what it leaves open."""
+    stated, assumed = read_hf_config(folder)
+    return LlamaConfig(**stated, **assumed)
 
 
 @contextlib.contextmanager
@@ -210,7 +219,7 @@ def test_round_trip(variant, runs, tmp_path):
     for ids in (raw, generation):
         assert (ids["bos_token_id"], ids["eos_token_id"]) == (65, 66)
 
-    ours = Llama(LlamaConfig(**read_hf_config(out)))
+    ours = Llama(read_llama(out))
     assert check_weights(out, ours.config) == []
     load_weights(out, ours)
     tokens = torch.randint(0, 67, (2, 256))
@@ -348,7 +357,7 @@ def load_on_rank(folder: Path, tp: int, fields: dict) -> tuple[int, int, dict]:
 @pytest.mark.parametrize("tp", [1, 2, 4])
 def test_each_rank_reads_its_slices(variant, tp, ranks4, tmp_path):
     weights = save_model(tmp_path, variant, "20KB")
-    fields = read_hf_config(tmp_path)
+    fields = read_llama(tmp_path).model_dump()
     results = ranks4.run(load_on_rank, tmp_path, tp, fields)
     total = LlamaConfig(**fields).num_parameters
     for read, local, found in results:
@@ -393,7 +402,24 @@ def _only_pickle(folder: Path) -> None:
     plant_pickle(folder / "pytorch_model.bin", folder / "executed")
 
 
-HEAD = torch.ones(67, 32)
+def _fifo(file: Path) -> None:
+    file.unlink(missing_ok=True)
+    os.mkfifo(file)
+
+
+def _link(file: Path, target: str) -> None:
+    file.unlink()
+    file.symlink_to(target)
+
+
+def _header(file: Path, content: object, size: int | None = None) -> None:
+    """A safetensors file with a header and four bytes of tensors."""
+    text = json.dumps(content).encode()
+    file.write_bytes(struct.pack("<Q", len(text) if size is None else size) + text + bytes(4))
+
+
+ONE = {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}
+EVIL = "\x1b]0;x\x07\n"
 SINGLE = {
     "missing": (
         lambda d: rewrite(d, model__layers__1__mlp__up_proj__weight=None, model__norm__weight=None),
@@ -449,6 +475,48 @@ SINGLE = {
         [],
         ["b.safetensors holds", "and so does", "a.safetensors"],
     ),
+    "fifo": (lambda d: _fifo(d / "model.safetensors"), [], ["is no regular file"]),
+    "device": (lambda d: _link(d / "model.safetensors", "/dev/zero"), [], ["is no regular file"]),
+    "loop": (
+        lambda d: _link(d / "model.safetensors", "model.safetensors"),
+        [],
+        ["cannot be read: Too many levels of symbolic links"],
+    ),
+    "broken-link": (
+        lambda d: _link(d / "model.safetensors", "none"),
+        [],
+        ["model.safetensors cannot be read: No such file"],
+    ),
+    "large-header": (
+        lambda d: _header(d / "model.safetensors", {}, 2**60),
+        [],
+        ["header too large"],
+    ),
+    "overlap": (
+        lambda d: _header(d / "model.safetensors", {"a": ONE, "b": ONE}),
+        [],
+        ["model.safetensors cannot be read"],
+    ),
+    "evil-name": (
+        lambda d: rewrite(d, **{EVIL: torch.ones(3)}),
+        [],
+        [r"\x1b]0;x\x07\n not known to this model"],
+    ),
+    "evil-dtype": (
+        lambda d: _header(d / "model.safetensors", {"a": ONE | {"dtype": EVIL}}),
+        [],
+        [r"unknown variant `\x1b]0;x\x07\n`"],
+    ),
+    "evil-file": (
+        lambda d: (d / "model.safetensors").rename(d / f"{EVIL}.safetensors").write_bytes(b""),
+        [],
+        [r"\x1b]0;x\x07\n.safetensors cannot be read"],
+    ),
+    "no-dims": (
+        lambda d: rewrite(d, model__norm__weight=torch.tensor(1.0)),
+        [],
+        ["model.norm.weight is [] there"],
+    ),
 }
 
 
@@ -480,6 +548,24 @@ SHARDED = {
     ),
     "not-json": (lambda d: (d / INDEX).write_text("{"), [f"{INDEX} cannot be read"]),
     "not-a-map": (lambda d: (d / INDEX).write_text("[]"), [f"{INDEX} cannot be read"]),
+    "deep": (lambda d: (d / INDEX).write_text("[" * 10**5), ["is nested too deeply"]),
+    "twice": (
+        lambda d: (d / INDEX).write_text('{"weight_map": {"a": "b", "a": "c"}}'),
+        ["states 'a' twice"],
+    ),
+    "number": (lambda d: _edit_index(d, "lm_head.weight", 5), ["must name a file for each"]),
+    "fifo": (lambda d: _fifo(d / INDEX), ["is no regular file"]),
+    "escape": (
+        lambda d: _edit_index(d, "\x1b]0;x\x07\n", FIRST),
+        [rf"{INDEX} names \x1b]0;x\x07\n in {FIRST}, which does not hold it"],
+    ),
+    **{
+        f"outside-{name!r}": (
+            lambda d, name=name: _edit_index(d, "lm_head.weight", name),
+            [f"{INDEX} names {name.encode('unicode_escape').decode()}, and there is no such file"],
+        )
+        for name in (f"../hf/{FIRST}", f"./{FIRST}", "/dev/zero", "..", "", "a\0b", "\x1b[31m\n")
+    },
 }
 
 
@@ -497,7 +583,17 @@ def test_refused_index(spoil, fragments, tmp_path, no_launcher):
 def test_shards_without_an_index(tmp_path):
     save_model(tmp_path, max_shard_size="40KB")
     (tmp_path / INDEX).unlink()
-    assert check_weights(tmp_path, LlamaConfig(**read_hf_config(tmp_path))) == []
+    (tmp_path / "._model.safetensors").write_bytes(b"of another system")
+    assert check_weights(tmp_path, read_llama(tmp_path)) == []
+
+
+def test_links_of_the_hub_cache(tmp_path):
+    """There each file is a link out of the directory."""
+    save_model(tmp_path / "hf", max_shard_size="40KB")
+    for file in (tmp_path / "hf").glob("*.*"):
+        file.rename(tmp_path / file.name)
+        file.symlink_to(f"../{file.name}")
+    assert check_weights(tmp_path / "hf", read_llama(tmp_path / "hf")) == []
 
 
 def test_old_buffers_are_ignored_with_a_note(tmp_path, no_launcher, capsys):
@@ -594,6 +690,9 @@ def test_export_on_two_processes(runs, tmp_path, monkeypatch):
         load(checkpoint, tensors, **options)
 
     monkeypatch.setattr(exporting, "load_tensors", counted)
+    # Rank 0 makes the folder when it has checked everything.
+    checkpoint = RunDir(run).newest_checkpoint()
+    exporting.partial_folder(checkpoint, tmp_path / "two", "float32", 30_000).mkdir()
     export(run, tmp_path / "two", Launch(1, 2, 1, 2), max_shard_size="30KB")
     assert not (tmp_path / "two").exists(), "rank 0 completes it"
     after_one = len(sizes)
@@ -663,6 +762,171 @@ def test_refused_exports(runs, tmp_path):
     (tmp_path / "empty").mkdir()
     export(RunDir(run).newest_checkpoint(), tmp_path / "empty", ALONE)
     from_transformers(tmp_path / "empty")
+
+
+def spoil_model(monkeypatch) -> None:
+    shapes = LlamaConfig.parameter_shapes.fget
+    norm = {"model.layers.0.self_attn.q_norm.weight": (8,)}
+    monkeypatch.setattr(LlamaConfig, "parameter_shapes", property(lambda c: shapes(c) | norm))
+
+
+def spoil_checkpoint(monkeypatch) -> None:
+    # As of a model with a parameter that the table of shapes does not have.
+    shapes = LlamaConfig.parameter_shapes.fget
+    fewer = property(lambda c: {n: s for n, s in shapes(c).items() if n != "model.norm.weight"})
+    monkeypatch.setattr(LlamaConfig, "parameter_shapes", fewer)
+
+
+def spoil_config(monkeypatch) -> None:
+    monkeypatch.setattr(exporting, "hf_config", lambda *a, **k: hf_config(*a, **k) | {"new": 1})
+
+
+def lose_theta(monkeypatch) -> None:
+    def without(*args, **options):
+        lost = ("rope_theta", "rope_parameters")
+        return {k: v for k, v in hf_config(*args, **options).items() if k not in lost}
+
+    monkeypatch.setattr(exporting, "hf_config", without)
+
+
+def refused_there(monkeypatch) -> None:
+    def refuse(*_):
+        raise ValueError("not a\nmultiple")
+
+    monkeypatch.setattr(HFConfig, "from_dict", refuse)
+
+
+def damage_file(monkeypatch) -> None:
+    def damaged(partial, *args):
+        rewrite(partial, model__norm__weight=torch.ones(32, dtype=torch.float16))
+        return real(partial, *args)
+
+    real = exporting.complete
+    monkeypatch.setattr(exporting, "complete", damaged)
+
+
+INEXACT = {
+    "model": (spoil_model, "no model.layers.0.self_attn.q_norm.weight"),
+    "checkpoint": (spoil_checkpoint, r"it has model.norm.weight \[32\]"),
+    "unknown-key": (spoil_config, "cannot be read: new is 1, which this model does not know"),
+    "lost-field": (lose_theta, "rope_theta of this model is 1000000.0 and would be 10000.0"),
+    "refused": (refused_there, "transformers refuses the config .* not a multiple"),
+    "written": (damage_file, "what was written is damaged .model.norm.weight is .*F16"),
+}
+
+
+@pytest.mark.parametrize("spoil, said", INEXACT.values(), ids=INEXACT)
+def test_an_inexact_export_is_refused(spoil, said, runs, tmp_path, monkeypatch):
+    """What transformers would not take exactly is not written, and nothing is left of it."""
+    spoil(monkeypatch)
+    with pytest.raises(ConfigError, match=said) as caught:
+        export(runs("untied")[0], tmp_path / "out", ALONE)
+    assert "\n" not in str(caught.value) and not list(tmp_path.iterdir())
+
+
+def test_every_field_of_the_model_is_in_its_config_json():
+    """Or the export of a run that sets it is refused."""
+    ends = {"bos_token_id": None, "eos_token_id": None}
+    described = hf_config(LlamaConfig(**DIMS), seq_len=8, dtype="float32", **ends)
+    assert LlamaConfig.model_fields.keys() <= described.keys()
+
+
+@pytest.mark.parametrize("size", ["0", "-5GB", "1e999GB", "", "nanGB", "5", "0.0KB"])
+def test_refused_shard_sizes(size):
+    with pytest.raises(ConfigError, match=f"--max-shard-size {size} is no size above 0"):
+        parse_size(size)
+
+
+def test_refused_out_dirs(runs, tmp_path):
+    """Each in one line, and none leaves anything."""
+    run = runs("untied")[0]
+    (tmp_path / "loop").symlink_to("loop")
+    (tmp_path / "file").write_text("")
+    before = sorted(tmp_path.iterdir())
+    checkpoint = RunDir(run).newest_checkpoint()
+    for out, said in (
+        (Path("/"), "exists and is not empty"),
+        (Path("."), "exists and is not empty"),
+        (Path("/proc/x"), "cannot be made"),
+        (tmp_path / "loop", "loop"),
+        (tmp_path / "file", "exists and is not empty"),
+        (tmp_path / "file/below", "cannot be made"),
+        (tmp_path / ("n" * 240), "File name too long"),
+        (checkpoint / "out", "is among the checkpoints"),
+        (checkpoint.parent / "out", "is among the checkpoints"),
+    ):
+        with pytest.raises(ConfigError, match=said) as caught:
+            export(run, out, ALONE)
+        assert "\n" not in str(caught.value) and "OUT_DIR" in str(caught.value)
+    assert sorted(tmp_path.iterdir()) == before
+    (tmp_path / "link").symlink_to(tmp_path / "target")
+    export(run, tmp_path / "link", ALONE)
+    assert (tmp_path / "target/config.json").is_file()
+
+
+def test_a_failed_export_leaves_nothing(runs, tmp_path, monkeypatch, capfd):
+    """A checkpoint removed or damaged meanwhile, an OUT_DIR that appears, a full disk."""
+    run, real = tmp_path / "run", exporting.write_shard
+    out, checkpoint = tmp_path / "out", run / "checkpoints/step-00000001"
+
+    def truncate():
+        for file in checkpoint.glob("*.distcp"):
+            file.write_bytes(file.read_bytes()[:100])
+
+    def taken():
+        out.mkdir()
+        (out / "file").write_text("")
+
+    def full():
+        raise OSError(28, "No space left on device", "a file")
+
+    for happens, said, code in (
+        (lambda: shutil.rmtree(checkpoint), "step-00000001 cannot be read", 2),
+        (truncate, "step-00000001 cannot be read", 2),
+        (taken, "cannot be put in place (Directory not empty)", 2),
+        (full, "is not written (a file: No space left on device)", 1),
+    ):
+        shutil.copytree(runs("untied")[0], run)
+
+        def write(*args, happens=happens):
+            if len(list(args[-1].parent.glob("*.safetensors"))) == 1:
+                happens()
+            real(*args)
+
+        monkeypatch.setattr(exporting, "write_shard", write)
+        # It leaves without a word to this process: a refusal ends with os._exit.
+        monkeypatch.setattr(exporting, "refuse", lambda message, *_: sys.exit(f"error: {message}"))
+        try:
+            assert exporting.main([str(run), str(out), "--max-shard-size", "30KB"]) == code == 1
+            (line,) = capfd.readouterr().err.splitlines()
+        except SystemExit as refused:
+            line = refused.code
+            assert code == 2 and not capfd.readouterr().err
+        assert said in line and "\n" not in line
+        shutil.rmtree(run)
+        shutil.rmtree(out, ignore_errors=True)
+        assert not list(tmp_path.iterdir())
+
+
+def test_two_exports_at_once(runs, tmp_path, monkeypatch):
+    """The second, with the same settings or others, is refused; the first goes on."""
+    run, refused = runs("untied")[0], []
+    real = exporting.write_small_files
+
+    def meanwhile(*args):
+        monkeypatch.setattr(exporting, "write_small_files", real)
+        for dtype in ("float32", "bfloat16"):
+            with pytest.raises(ConfigError, match="is being written by another export") as caught:
+                export(run, tmp_path / "out", ALONE, dtype=dtype)
+            refused.append(str(caught.value))
+        real(*args)
+
+    monkeypatch.setattr(exporting, "write_small_files", meanwhile)
+    export(run, tmp_path / "out", ALONE)
+    assert len(refused) == 2
+    from_transformers(tmp_path / "out")
+    assert not list((tmp_path / "out").glob(".*"))
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
 # Generation.

@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from transformers import LlamaConfig as HFConfig
 from transformers import LlamaForCausalLM
 
-from models.config import LlamaConfig, RopeScaling, read_hf_config
+from models.config import LlamaConfig, RopeScaling
+from models.hf_config import read_hf_config
 from models.initialization import init_weights
 from models.llama import Llama, RMSNorm, rope_tables
 from tests.toy import MODEL, draw_weights, global_batch, train_toy
@@ -43,7 +44,8 @@ def hf_model(tmp_path, **fields) -> tuple[LlamaForCausalLM, LlamaConfig]:
     model = LlamaForCausalLM(config)
     draw_weights(model)
     config.save_pretrained(tmp_path)
-    return model, LlamaConfig(**read_hf_config(tmp_path))
+    stated, assumed = read_hf_config(tmp_path)
+    return model, LlamaConfig(**stated, **assumed)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

@@ -418,14 +418,14 @@ MODEL_CONFIGS = {
         {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2}},
         ["'dynamic'", "'llama3'"],
     ),
-    "llama3-incomplete": (rope(rope_type="llama3", factor=8), ["--rope-scaling"]),
+    "llama3-incomplete": (rope(rope_type="llama3", factor=8), ["rope_scaling.low_freq_factor"]),
     "rope-not-a-table": ({"rope_scaling": [1]}, ["rope_scaling"]),
     "rope-text": ({"rope_scaling": "yarn"}, ["rope_scaling", "'yarn'"]),
     "other-model": ({"model_type": "qwen3"}, ["'qwen3'", "'llama'"]),
     "bias": ({"attention_bias": True}, ["attention_bias", "True", "False"]),
     "activation": ({"hidden_act": "gelu"}, ["hidden_act", "'gelu'", "'silu'"]),
-    "type": ({"hidden_size": "wide"}, ["--hidden-size", "integer", "'wide'"]),
-    "negative": ({"num_hidden_layers": -1}, ["--num-hidden-layers", "0", "-1"]),
+    "type": ({"hidden_size": "wide"}, ["hidden_size", "integer", "'wide'"]),
+    "negative": ({"num_hidden_layers": -1}, ["num_hidden_layers", "0", "-1"]),
 }
 LLAMA = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "vocab_size": 300}
 LLAMA |= {"num_hidden_layers": 2, "num_attention_heads": 4}

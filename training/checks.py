@@ -104,7 +104,7 @@ def check_ahead(config: Config, launch: Launch) -> Layout:
     """
     config = config.model_copy(deep=True)
     if config.model.vocab_size is None:
-        from training.tokens import load_tokenizer
+        from training.tokenizer import load_tokenizer
 
         config.model.vocab_size = load_tokenizer(config.data.tokenizer).vocab_size
     return check(config, launch)

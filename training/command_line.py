@@ -15,8 +15,10 @@ from pathlib import Path
 import tyro
 from pydantic import BaseModel
 
-from models.config import RopeScaling, read_hf_config
+from models.config import RopeScaling
+from models.hf_config import read_hf_config
 from training.config import Config, ConfigError, ModelSection, flag
+from training.tokenizer import OTHER_FORMATS
 
 RECIPES = Path(__file__).parent.parent / "recipes"
 
@@ -99,14 +101,14 @@ def _rope_scaling_from_json(info):
     )
 
 
-def _take_hf_config(argv: list[str], defaults: Config) -> tuple[str, dict]:
+def _take_hf_config(argv: list[str], defaults: Config) -> tuple[str, dict, dict]:
     """Put the model of --model-config or --init-from, if given, over that of the recipe.
 
     The tokenizer of --init-from goes with its weights: any other one would give other meanings to
     the rows of its embedding.
 
     Returns:
-        The flag that names it, and what it states, by field name.
+        The flag that names it, what it states, and what is assumed beyond, by field name.
     """
     source = "--init-from"
     path, model_config = (_early_flag(argv, name) for name in (source, "--model-config"))
@@ -122,16 +124,28 @@ def _take_hf_config(argv: list[str], defaults: Config) -> tuple[str, dict]:
     if not path:
         source, path = "--model-config", model_config
     if not path:
-        return source, {}
+        return source, {}, {}
     try:
-        stated = read_hf_config(path)
-        defaults.model = ModelSection(**stated)
+        stated, assumed = read_hf_config(path)
+        defaults.model = ModelSection(**stated, **assumed)
     except (ValueError, ConfigError) as error:
         where = "" if isinstance(error, ValueError) else f"{path}: "
         raise ConfigError(f"{source} {where}{error}") from None
     if source == "--init-from" and (Path(path) / "tokenizer.json").is_file():
         stated["tokenizer"] = defaults.data.tokenizer = str(Path(path))
-    return source, stated
+    return source, stated, assumed
+
+
+def _note_assumed(source: str, assumed: dict, model: ModelSection) -> None:
+    """Say what a config.json leaves open, where no flag states it either."""
+    derived = {"num_key_value_heads": model.kv_heads, "head_dim": model.head_size}
+    names = [name for name, value in assumed.items() if getattr(model, name) == value]
+    values = [f"{name} {derived.get(name, getattr(model, name))}" for name in names]
+    if values:
+        print(
+            f"{source}: assumed {', '.join(values)}, which config.json does not state",
+            file=sys.stderr,
+        )
 
 
 def parse_flags(argv: list[str], console: bool = True) -> Config:
@@ -144,7 +158,7 @@ def parse_flags(argv: list[str], console: bool = True) -> Config:
     defaults = load_recipe(_early_flag(argv, "--recipe") or "debug")
     if (_early_flag(argv, "--dataset") or defaults.data.dataset) != defaults.data.dataset:
         defaults.data.dataset_config = None  # that of the recipe is one of its own dataset
-    source, stated = _take_hf_config(argv, defaults)
+    source, stated, assumed = _take_hf_config(argv, defaults)
     # tyro's console_outputs leaves its report of a bad value on.
     quiet = contextlib.nullcontext() if console else contextlib.redirect_stderr(io.StringIO())
     with quiet:
@@ -164,11 +178,21 @@ def parse_flags(argv: list[str], console: bool = True) -> Config:
         now = now.model_dump() if isinstance(now, BaseModel) else now
         if now != value and console:
             print(f"{flag(key)} {now} overrides {value} of {source}", file=sys.stderr)
+    if console:
+        _note_assumed(source, assumed, config.model)
     own = stated.get("tokenizer") or _early_flag(argv, "--tokenizer")
-    if config.init_from and console and not own:
-        print(
-            f"--init-from {config.init_from} holds no tokenizer.json: its weights are trained "
-            f"with --tokenizer {config.data.tokenizer} of the recipe",
-            file=sys.stderr,
-        )
+    if config.init_from and not own:
+        there = [name for name in OTHER_FORMATS if (config.init_from / name).exists()]
+        if there:
+            raise ConfigError(
+                f"--init-from {config.init_from} has its tokenizer in {there[0]} and not in "
+                f"tokenizer.json: write one with transformers, AutoTokenizer.from_pretrained("
+                f'"{config.init_from}").save_pretrained("DIR"), and name it with --tokenizer DIR'
+            )
+        if console:
+            print(
+                f"--init-from {config.init_from} holds no tokenizer.json: its weights are trained "
+                f"with --tokenizer {config.data.tokenizer} of the recipe",
+                file=sys.stderr,
+            )
     return config

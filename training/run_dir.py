@@ -69,6 +69,7 @@ class RunDir:
         self.fingerprints_jsonl = self.path / "fingerprints.jsonl"
         self.checkpoints = self.path / "checkpoints"
         self.profile = self.path / "profile"
+        self.tokenizer = self.path / "tokenizer"
         self.diagnosis = self.path / "diagnosis"
         self.lock_file = self.path / ".lock"
         self._failed_marker = self.path / ".failed"

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import os
 import platform
 import socket
 import subprocess
@@ -34,7 +35,9 @@ from training.files import write_atomic
 from training.loop import batch_loss
 from training.reporter import say
 from training.run_dir import RunDir, rank_logger, rank_ranges
-from training.tokens import Tokenizer, load_tokenizer, prepare_tokens
+from training.text_files import DataError
+from training.tokenizer import GENERATION, TOKENIZER, Tokenizer, generation_settings, load_tokenizer
+from training.tokens import prepare_tokens
 
 if TYPE_CHECKING:
     from parallel.pipeline import Pipeline
@@ -47,6 +50,47 @@ def refusing(launch: Launch) -> Iterator[None]:
         yield
     except (ConfigError, LayoutError) as error:
         refuse(str(error), launch)
+
+
+def load_run_tokenizer(config: Config, launch: Launch) -> Tokenizer:
+    """The tokenizer that ``--tokenizer`` names; where that has gone, the copy that the run keeps.
+
+    Raises:
+        DataError: if neither can be read.
+    """
+    name, kept = config.data.tokenizer, RunDir(config.run_dir).tokenizer
+    path = os.path.expanduser(name)
+    if name != "bytes" and os.path.lexists(path):
+        name = config.data.tokenizer = os.path.abspath(path)
+    try:
+        return load_tokenizer(name)
+    except DataError as error:
+        if not os.path.lexists(kept / TOKENIZER):
+            raise
+        if launch.rank == 0:
+            say(f"train_llm.py: warning: {error}: going on with its copy in {kept}", sys.stderr)
+        return load_tokenizer(str(kept))
+
+
+def keep_tokenizer(config: Config, tokenizer: Tokenizer, run: RunDir) -> None:
+    """Copy into the run what an export of it needs, unless it is there: whole or not at all.
+
+    Raises:
+        OSError: from the disk. ConfigError: if a file of ``--init-from`` cannot be read.
+    """
+    files = dict(tokenizer.files)
+    if config.init_from:
+        try:
+            files[GENERATION] = json.dumps(generation_settings(config.init_from), indent=1).encode()
+        except ValueError as error:
+            raise ConfigError(f"--init-from {error}") from None
+    if not files or os.path.lexists(run.tokenizer):
+        return
+    temporary = run.tokenizer.with_name(f".tokenizer.{os.getpid()}.tmp")
+    temporary.mkdir()
+    for name, content in files.items():
+        (temporary / name).write_bytes(content)
+    os.rename(temporary, run.tokenizer)
 
 
 def resolve_vocabulary(config: Config, layout: Layout, tokenizer: Tokenizer) -> None:
@@ -153,7 +197,12 @@ def _adopt(config: Config, first: dict) -> None:
 
 
 def begin_run(
-    config: Config, layout: Layout, ranks: Ranks, run: RunDir, checkpoint: Path | None
+    config: Config,
+    layout: Layout,
+    ranks: Ranks,
+    run: RunDir,
+    checkpoint: Path | None,
+    tokenizer: Tokenizer,
 ) -> None:
     """Say in the run directory that this start runs; nothing in it has been changed before.
 
@@ -179,6 +228,7 @@ def begin_run(
                         aside = put_aside(path, "unused")
                         print(f"train_llm.py: {path} is now {aside.name}", file=sys.stderr)
             run.cut_metrics(read_checkpoint_state(checkpoint)["step"] if checkpoint else 0)
+            keep_tokenizer(config, tokenizer, run)
             run.write_status("running")
             run.record_start(_start_record(layout, ranks, hosts))
         except OSError as error:
@@ -241,9 +291,10 @@ def open_data(config: Config, tokenizer: Tokenizer, ranks: Ranks) -> TokenData:
     return open_tokens(Path(mine["folder"]), config.step.seq_len)
 
 
-def run_identity(config: Config, data: TokenData) -> dict:
-    """What a checkpoint records for :func:`training.checks.check_resume` and :func:`resume`."""
-    return identity(config) | {"data": data.content_key}
+def run_identity(config: Config, data: TokenData, tokenizer: Tokenizer) -> dict:
+    """What a checkpoint records of its run: what a resume compares, and its tokenizer."""
+    recorded = {"data": data.content_key, "tokenizer_fingerprint": tokenizer.fingerprint}
+    return identity(config) | recorded
 
 
 def check_data(config: Config, data: TokenData, checkpoint: Path | None) -> None:

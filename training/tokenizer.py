@@ -4,6 +4,7 @@ The file is ``tokenizer.json``; what it says is what is done. The files beside i
 special tokens and nothing else.
 """
 
+import contextlib
 import hashlib
 import itertools
 import json
@@ -15,14 +16,14 @@ from pathlib import Path
 
 import numpy as np
 
-from models.files import printable, read_bounded, read_json
+from models.files import printable, read_bounded, read_json, shown
 from training.text_files import DataError
 
 TOKENIZER, CONFIG, SPECIAL = "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"
 GENERATION = "generation_config.json"
-FILES = (TOKENIZER, CONFIG, SPECIAL, "chat_template.jinja")
+CHAT = "chat_template.jinja"
 # Any of these says that there is a tokenizer, if not one that can be read here.
-SLOW_FILES = ("tokenizer.model", "spiece.model", "vocab.json", "merges.txt", "vocab.txt")
+OTHER_FORMATS = ("tokenizer.model", "spiece.model", "vocab.json", "merges.txt", "vocab.txt")
 MAX_BYTES = 1 << 28
 # A longer document is encoded in windows: an encoding takes about 100 bytes of memory per token
 # before it becomes 2 or 4 bytes on disk.
@@ -48,7 +49,7 @@ class Tokenizer:
         vocab_size: the largest id it can emit plus one.
         special_ids: ids that no text may have: special tokens, but for the unknown token.
         fingerprint: a hash of what decides about ids.
-        files: the files that it was read from, by name; none for the built-in one.
+        files: content of its files, by name, with the name of its EOS; none of the built-in one.
     """
 
     name: str
@@ -57,7 +58,7 @@ class Tokenizer:
     special_ids: frozenset[int]
     fingerprint: str
     backend: object = field(repr=False)  # tokenizers.Tokenizer
-    files: dict[str, Path] = field(default_factory=dict)
+    files: dict[str, bytes] = field(default_factory=dict, repr=False)
 
     def encode(self, texts: list[str]) -> list[list[int]]:
         """The ids of each text, without special tokens even where a template would add them.
@@ -133,20 +134,6 @@ class Tokenizer:
         """The text of some ids, special tokens included."""
         return self.backend.decode([int(i) for i in ids], skip_special_tokens=False)
 
-    def keep(self, folder: Path) -> None:
-        """Copy the files into ``folder``, which appears whole or not at all.
-
-        Raises:
-            OSError: from the disk.
-        """
-        if not self.files or os.path.lexists(folder):
-            return
-        temporary = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
-        temporary.mkdir()
-        for name, path in self.files.items():
-            (temporary / name).write_bytes(read_bounded(path, MAX_BYTES))
-        os.rename(temporary, folder)
-
 
 def _common_cut(tokens: list[Token], following: list[Token], middle: int) -> int | None:
     """The first place from ``middle`` on where a token begins in two windows that have the same
@@ -170,43 +157,51 @@ def load_tokenizer(name: str) -> Tokenizer:
         DataError: if it is not found, cannot be read, or has no EOS token.
     """
     if name == "bytes":
-        backend = _byte_backend()
-        return _make(name, backend, 256, {})
+        return _make(name, _byte_backend(), 256, {})
     from tokenizers import Tokenizer as Backend
     from tokenizers import processors
 
-    files = _find_files(name)
+    files, settings = _read_files(name)
     try:
-        backend = Backend.from_buffer(read_bounded(files[TOKENIZER], MAX_BYTES))
-    except (KeyboardInterrupt, SystemExit):
-        raise
+        backend = Backend.from_buffer(files[TOKENIZER])
     except BaseException as error:  # a panic of the library is no Exception
-        reason = error.strerror if isinstance(error, OSError) else str(error)
-        raise DataError(
-            f"--tokenizer {printable(name)}: {printable(str(files[TOKENIZER]))} cannot be read "
-            f"({printable(reason)})"
-        ) from None
+        if isinstance(error, KeyboardInterrupt | SystemExit):
+            raise
+        raise DataError(f"{_named(name)} {TOKENIZER} cannot be read ({_line(error)})") from None
     if backend.post_processor is None:
         # It adds nothing. transformers puts it there, and it is part of the fingerprint.
         backend.post_processor = processors.TemplateProcessing(single="$A", pair="$A $B:1")
-    return _make(name, backend, _eos_id(name, backend, files), files)
+    eos = _eos_token(name, backend, settings)
+    config = settings[CONFIG] | {"eos_token": settings[CONFIG].get("eos_token") or eos}
+    files[CONFIG] = json.dumps(config, indent=2).encode()
+    return _make(name, backend, backend.token_to_id(eos), files)
 
 
-def _make(name: str, backend, eos_id: int, files: dict[str, Path]) -> Tokenizer:
+def _named(name: str) -> str:
+    return f"--tokenizer {printable(name)}:"
+
+
+def _line(error: BaseException) -> str:
+    """What an error says, in one line."""
+    text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+    return printable((text.strip().splitlines() or [type(error).__name__])[0])
+
+
+def _make(name: str, backend, eos_id: int, files: dict[str, bytes]) -> Tokenizer:
     # Settings of a saved tokenizer that would silently cut or fill documents.
     backend.no_truncation()
     backend.no_padding()
     text = backend.to_str()
+    # Not in the text. Letters that spell a special token are then letters, by its model.
     backend.encode_special_tokens = True
-    added = backend.get_added_tokens_decoder()
-    special = {id for id, token in added.items() if token.special} | {eos_id}
     model = json.loads(text)["model"]
     unknown = model.get("unk_token")
     unknown = model.get("unk_id") if unknown is None else backend.token_to_id(unknown)
-    vocab_size = max(eos_id, *backend.get_vocab(with_added_tokens=True).values()) + 1
+    added = backend.get_added_tokens_decoder()
+    special = {id for id, token in added.items() if token.special} | {eos_id}
     return Tokenizer(
         name=name,
-        vocab_size=vocab_size,
+        vocab_size=max(eos_id, *backend.get_vocab(with_added_tokens=True).values()) + 1,
         eos_id=eos_id,
         special_ids=frozenset(special - {unknown}),
         fingerprint=hashlib.sha256(f"{eos_id} {text}".encode()).hexdigest(),
@@ -230,83 +225,97 @@ def _byte_backend():
     return backend
 
 
-def _find_files(name: str) -> dict[str, Path]:
-    """The files of a tokenizer by name, of which ``tokenizer.json`` is one."""
-    shown = printable(name)
+def _find(name: str) -> tuple[Path, str]:
+    """The folder of a tokenizer, and the name of its ``tokenizer.json`` there."""
     path = Path(os.path.expanduser(name))
-    try:
-        if path.is_dir():
-            folder, tokenizer = path, path / TOKENIZER
-        elif os.path.lexists(path):
-            folder, tokenizer = path.parent, path
-        elif name.startswith((".", "~", "/")) or name.count("/") > 1 or name.endswith(".json"):
-            raise DataError(f"--tokenizer {shown}: there is no such file or folder")
-        else:
-            folder = _download(name)
-            tokenizer = folder / TOKENIZER
-        there = {file: folder / file for file in (*FILES, "config.json", GENERATION)}
-        there = {file: path for file, path in there.items() if os.path.lexists(path)}
-    except (OSError, ValueError) as error:
-        raise DataError(f"--tokenizer {shown}: {error}") from None
-    if not os.path.lexists(tokenizer):
-        raise DataError(
-            f"--tokenizer {shown}: holds no {TOKENIZER}; write one with transformers: "
-            f'AutoTokenizer.from_pretrained("{shown}").save_pretrained("DIR"), and name DIR'
-        )
-    return there | {TOKENIZER: tokenizer}
-
-
-def _download(name: str) -> Path:
-    """The folder of a hub name in the Hugging Face cache, with its small files."""
+    if path.is_dir():
+        return path, TOKENIZER
+    if os.path.lexists(path):
+        return path.parent, path.name
+    if name.startswith((".", "~", "/")) or name.count("/") > 1 or name.endswith(".json"):
+        raise DataError(f"{_named(name)} there is no such file or folder")
     from huggingface_hub import snapshot_download
 
+    wanted = [TOKENIZER, CONFIG, SPECIAL, CHAT, GENERATION, "config.json"]
     try:
-        return Path(snapshot_download(name, allow_patterns=[*FILES, "config.json", GENERATION]))
+        return Path(snapshot_download(name, allow_patterns=wanted)), TOKENIZER
     except Exception as error:  # the library raises nearly every type here
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise DataError(
-            f"--tokenizer {printable(name)}: cannot be loaded ({printable(reason)}); name a folder "
-            f"with {TOKENIZER}, a reachable hub name, or bytes"
+            f"{_named(name)} cannot be loaded ({_line(error)}); name a folder with {TOKENIZER}, a "
+            "reachable hub name, or bytes"
         ) from None
 
 
-def _settings(name: str, path: Path | None) -> dict:
-    if path is None:
-        return {}
+def _read_files(name: str) -> tuple[dict[str, bytes], dict[str, dict]]:
+    """Content of the files that make a tokenizer, and what is stated beside it; by file name."""
+    reading, folder, files, settings = name, None, {}, {}
     try:
-        settings = read_json(path)
-        if not isinstance(settings, dict):
-            raise ValueError("holds no JSON object")
+        folder, tokenizer = _find(name)
+        for reading in (tokenizer, SPECIAL, CHAT):
+            with contextlib.suppress(FileNotFoundError):
+                content = read_bounded(folder / reading, MAX_BYTES)
+                files[TOKENIZER if reading == tokenizer else reading] = content
+        for reading in (CONFIG, SPECIAL, GENERATION, "config.json"):
+            settings[reading] = {}
+            with contextlib.suppress(FileNotFoundError):
+                settings[reading] = read_json(folder / reading)
+            if not isinstance(settings[reading], dict):
+                raise ValueError("holds no JSON object")
     except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
         raise DataError(
-            f"--tokenizer {printable(name)}: {printable(str(path))} cannot be read ({reason})"
+            f"{_named(name)} {printable(reading)} cannot be read ({_line(error)})"
         ) from None
-    return settings
+    if TOKENIZER not in files:
+        raise DataError(
+            f"{_named(name)} holds no {tokenizer}; write one with transformers: AutoTokenizer."
+            f'from_pretrained("{printable(name)}").save_pretrained("DIR"), and name DIR'
+        )
+    return files, settings
 
 
-def _eos_id(name: str, backend, files: dict[str, Path]) -> int:
-    """The id that ends a document: by name beside the tokenizer, else by number beside a model."""
-    source = ""
+def _eos_token(name: str, backend, settings: dict[str, dict]) -> str:
+    """The token that ends a document: by name beside the tokenizer, else by id beside a model."""
     for file in (CONFIG, SPECIAL):
-        token = _settings(name, files.get(file)).get("eos_token")
+        token = settings[file].get("eos_token")
         token = token.get("content") if isinstance(token, dict) else token
         if token is None:
             continue
-        id = backend.token_to_id(token) if isinstance(token, str) else None
-        if id is None:
+        if not isinstance(token, str) or backend.token_to_id(token) is None:
             raise DataError(
-                f"--tokenizer {printable(name)}: eos_token {printable(repr(token))} of {file} is "
-                f"no token of {TOKENIZER}"
+                f"{_named(name)} eos_token {shown(token)} of {file} is no token of {TOKENIZER}"
             )
-        return id
+        return token
+    several = ""
     for file in (GENERATION, "config.json"):
-        ids = _settings(name, files.get(file)).get("eos_token_id")
-        ids = ids if isinstance(ids, list) else [] if ids is None else [ids]
-        if len(ids) == 1 and isinstance(ids[0], int) and backend.id_to_token(max(0, ids[0])):
-            return ids[0]
-        source = source or (f" ({file} has {printable(repr(ids))})" if ids else "")
+        ids = settings[file].get("eos_token_id")
+        ids = ids if isinstance(ids, list) else [ids]
+        if len(ids) == 1 and type(ids[0]) is int and 0 <= ids[0] < 1 << 32:
+            if token := backend.id_to_token(ids[0]):
+                return token
+        elif len(ids) > 1:
+            several = f" of its own ({file} names {len(ids)} ids)"
     raise DataError(
-        f"--tokenizer {printable(name)}: has no EOS token to separate documents{source}; "
+        f"{_named(name)} has no EOS token{several} to separate documents; "
         f'set "eos_token" in its {CONFIG}'
     )
+
+
+def generation_settings(directory: Path) -> dict:
+    """What a model directory says of sampling and of the ids at which a text begins and ends.
+
+    Raises:
+        ValueError: in words that follow a flag, if a file cannot be read.
+    """
+    settings = {}
+    for file in ("config.json", GENERATION):
+        try:
+            content = read_json(directory / file)
+        except FileNotFoundError:
+            continue
+        except (OSError, ValueError) as error:
+            raise ValueError(f"{directory / file} cannot be read ({_line(error)})") from None
+        if not isinstance(content, dict):
+            raise ValueError(f"{directory / file} holds no JSON object")
+        ends = ("bos_token_id", "eos_token_id")
+        settings |= content if file == GENERATION else {k: content.get(k) for k in ends}
+    return settings

@@ -11,13 +11,12 @@ import socket
 import stat
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
+from models.files import printable
 from training.config import DataSection
 from training.files import sync
 from training.text import DataError, Record, fault_of, one_line, open_source
