@@ -25,7 +25,7 @@ from recipes.export_hf import (
     make_parser,
     read_identity,
 )
-from recipes.run_tokenizer import load_run_tokenizer
+from recipes.run_tokenizer import load_run_tokenizer, read_generation
 from training.checks import refuse
 from training.command_line import positive
 from training.config import ConfigError
@@ -98,7 +98,7 @@ def generate(path: Path, launch: Launch, options: argparse.Namespace) -> list[in
         seq_len=identity["seq_len"],
         dtype=identity["dtype"],
         bos_token_id=None,
-        eos_token_id=tokenizer.eos_id,
+        eos_token_id=read_generation(checkpoint, tokenizer)["eos_token_id"],
     )
     layout = Layout(dp=launch.world_size, tp=1, batch_size=1, micro_batches=1)
     ranks = init_ranks(launch, layout, COMM_TIMEOUT_S)

@@ -45,6 +45,9 @@ def write_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
         return
     config = json.loads(tokenizer.files[CONFIG]) | {"tokenizer_class": "PreTrainedTokenizerFast"}
     config.pop("auto_map", None)  # code that is not there
+    for key, token in config.items():
+        if key.endswith("_token") and isinstance(token, dict) and "content" in token:
+            config[key] = token["content"]  # transformers 5 knows no objects here
     files = tokenizer.files | {CONFIG: json.dumps(config, indent=2).encode()}
     for name, content in files.items():
         (folder / name).write_bytes(content)

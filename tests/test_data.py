@@ -18,6 +18,7 @@ import torch
 
 from training import text as text_module
 from training import token_cache
+from training import tokenizer as tokenizer_module
 from training import tokens as tokens_module
 from training.config import DataSection
 from training.data import (
@@ -283,7 +284,9 @@ def test_text_without_tokens_leaves_no_lone_eos(tmp_path):
 
 
 def test_very_long_document_is_one_document(tmp_path, monkeypatch):
-    monkeypatch.setattr(tokens_module, "BATCH_CHARS", 10)
+    monkeypatch.setattr(tokens_module, "WINDOW_CHARS", 40)
+    monkeypatch.setattr(tokenizer_module, "WINDOW_CHARS", 40)
+    monkeypatch.setattr(tokenizer_module, "OVERLAP_CHARS", 16)
     monkeypatch.setattr(tokens_module, "BATCH_DOCUMENTS", 3)
     long = ["aé\nb" * 20, "x" * 57, "short", "c" * 10, "d\n" * 11, "y"]
     file = write_jsonl(tmp_path / "x.jsonl", *map(record, long))
@@ -719,7 +722,7 @@ def test_open_tokens(tmp_path):
     )
     with pytest.raises(ValueError, match="read-only"):
         data.train.tokens[0] = 0
-    large = BYTES.__class__("large", 70_000, 256, "x", BYTES.backend)
+    large = dataclasses.replace(BYTES, name="large", vocab_size=70_000, fingerprint="x")
     folder = prepare_tokens(section, large, tmp_path / "cache", lambda line: None)
     assert open_tokens(folder, 16).train.tokens.dtype == np.uint32
     assert np.array_equal(open_tokens(folder, 16).train.tokens, data.train.tokens)

@@ -958,7 +958,13 @@ def speak(path: Path, port: int, **options) -> tuple[list[int], str]:
     # What is freed here must not be found again in the rotary tables.
     poison = [torch.full((n,), torch.nan) for n in range(1, 65) for _ in range(20)]
     del poison
-    defaults = {"prompt": "", "max_new_tokens": 24, "temperature": 0.0, "seed": 0}
+    defaults = {
+        "prompt": "",
+        "max_new_tokens": 24,
+        "temperature": 0.0,
+        "seed": 0,
+        "tokenizer": None,
+    }
     out = io.StringIO()
     with contextlib.redirect_stdout(out):
         ids = generate(path, read_launch(), argparse.Namespace(**(defaults | options)))

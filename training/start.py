@@ -81,7 +81,9 @@ def keep_tokenizer(config: Config, tokenizer: Tokenizer, run: RunDir) -> None:
     files = dict(tokenizer.files)
     if config.init_from:
         try:
-            files[GENERATION] = json.dumps(generation_settings(config.init_from), indent=1).encode()
+            files[GENERATION] = json.dumps(
+                generation_settings(config.init_from, tokenizer), indent=1
+            ).encode()
         except ValueError as error:
             raise ConfigError(f"--init-from {error}") from None
     if not files or os.path.lexists(run.tokenizer):

@@ -13,6 +13,7 @@ import os
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -47,6 +48,7 @@ class Tokenizer:
 
     Attributes:
         vocab_size: the largest id it can emit plus one.
+        bos_id: of the token that a model of elsewhere may begin with; nothing here makes it.
         special_ids: ids that no text may have: special tokens, but for the unknown token.
         fingerprint: a hash of what decides about ids.
         files: content of its files, by name, with the name of its EOS; none of the built-in one.
@@ -55,6 +57,7 @@ class Tokenizer:
     name: str
     vocab_size: int
     eos_id: int
+    bos_id: int | None
     special_ids: frozenset[int]
     fingerprint: str
     backend: object = field(repr=False)  # tokenizers.Tokenizer
@@ -113,15 +116,18 @@ class Tokenizer:
         """
         encoding = self.backend.encode(text, add_special_tokens=False)
         spans = encoding.offsets
-        cuts = [sum(spans[i]) // 2 for i, id in enumerate(encoding.ids) if id in self.special_ids]
-        if not cuts:
+        special = [
+            span for id, span in zip(encoding.ids, spans, strict=True) if id in self.special_ids
+        ]
+        if not special:
             pairs = zip(encoding.ids, spans, strict=True)
             return [(id, offset + begin, offset + end) for id, (begin, end) in pairs]
-        bounds = [0, *cuts, len(text)]
+        bounds = [0, *(sum(span) // 2 for span in special), len(text)]
         parts = [text[a:b] for a, b in itertools.pairwise(bounds)]
         if text in parts:
             raise EncodingError(
-                f"holds {text!r}, for which --tokenizer {self.name} has a special token alone"
+                f"holds {text[slice(*special[0])]!r}, for which --tokenizer {self.name} has a "
+                "special token alone"
             )
         return [
             token
@@ -171,10 +177,11 @@ def load_tokenizer(name: str) -> Tokenizer:
     if backend.post_processor is None:
         # It adds nothing. transformers puts it there, and it is part of the fingerprint.
         backend.post_processor = processors.TemplateProcessing(single="$A", pair="$A $B:1")
-    eos = _eos_token(name, backend, settings)
+    eos, bos = _eos_token(name, backend, settings), _stated("bos_token", settings)[1]
     config = settings[CONFIG] | {"eos_token": settings[CONFIG].get("eos_token") or eos}
     files[CONFIG] = json.dumps(config, indent=2).encode()
-    return _make(name, backend, backend.token_to_id(eos), files)
+    bos_id = backend.token_to_id(bos) if isinstance(bos, str) else None
+    return _make(name, backend, backend.token_to_id(eos), files, bos_id)
 
 
 def _named(name: str) -> str:
@@ -187,7 +194,9 @@ def _line(error: BaseException) -> str:
     return printable((text.strip().splitlines() or [type(error).__name__])[0])
 
 
-def _make(name: str, backend, eos_id: int, files: dict[str, bytes]) -> Tokenizer:
+def _make(
+    name: str, backend, eos_id: int, files: dict[str, bytes], bos_id: int | None = None
+) -> Tokenizer:
     # Settings of a saved tokenizer that would silently cut or fill documents.
     backend.no_truncation()
     backend.no_padding()
@@ -203,6 +212,7 @@ def _make(name: str, backend, eos_id: int, files: dict[str, bytes]) -> Tokenizer
         name=name,
         vocab_size=max(eos_id, *backend.get_vocab(with_added_tokens=True).values()) + 1,
         eos_id=eos_id,
+        bos_id=bos_id,
         special_ids=frozenset(special - {unknown}),
         fingerprint=hashlib.sha256(f"{eos_id} {text}".encode()).hexdigest(),
         backend=backend,
@@ -233,7 +243,7 @@ def _find(name: str) -> tuple[Path, str]:
     if os.path.lexists(path):
         return path.parent, path.name
     if name.startswith((".", "~", "/")) or name.count("/") > 1 or name.endswith(".json"):
-        raise DataError(f"{_named(name)} there is no such file or folder")
+        raise DataError(f"{_named(name)} cannot be loaded: there is no such file or folder")
     from huggingface_hub import snapshot_download
 
     wanted = [TOKENIZER, CONFIG, SPECIAL, CHAT, GENERATION, "config.json"]
@@ -273,13 +283,20 @@ def _read_files(name: str) -> tuple[dict[str, bytes], dict[str, dict]]:
     return files, settings
 
 
+def _stated(key: str, settings: dict[str, dict]) -> tuple[str, Any]:
+    """The file that names a special token, and the name, None if none does."""
+    for file in (CONFIG, SPECIAL):
+        token = settings[file].get(key)
+        token = token.get("content") if isinstance(token, dict) else token
+        if token is not None:
+            return file, token
+    return "", None
+
+
 def _eos_token(name: str, backend, settings: dict[str, dict]) -> str:
     """The token that ends a document: by name beside the tokenizer, else by id beside a model."""
-    for file in (CONFIG, SPECIAL):
-        token = settings[file].get("eos_token")
-        token = token.get("content") if isinstance(token, dict) else token
-        if token is None:
-            continue
+    file, token = _stated("eos_token", settings)
+    if token is not None:
         if not isinstance(token, str) or backend.token_to_id(token) is None:
             raise DataError(
                 f"{_named(name)} eos_token {shown(token)} of {file} is no token of {TOKENIZER}"
@@ -300,8 +317,11 @@ def _eos_token(name: str, backend, settings: dict[str, dict]) -> str:
     )
 
 
-def generation_settings(directory: Path) -> dict:
-    """What a model directory says of sampling and of the ids at which a text begins and ends.
+def generation_settings(directory: Path, tokenizer: Tokenizer) -> dict:
+    """What a model directory says of sampling, and of the ids at which a text begins and ends.
+
+    Where its ids do not hold the EOS of ``tokenizer``, they are of another one, and BOS and EOS of
+    this one take their place.
 
     Raises:
         ValueError: in words that follow a flag, if a file cannot be read.
@@ -318,4 +338,7 @@ def generation_settings(directory: Path) -> dict:
             raise ValueError(f"{directory / file} holds no JSON object")
         ends = ("bos_token_id", "eos_token_id")
         settings |= content if file == GENERATION else {k: content.get(k) for k in ends}
+    stated = settings.get("eos_token_id")
+    if tokenizer.eos_id not in (stated if isinstance(stated, list) else [stated]):
+        settings |= {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id}
     return settings
