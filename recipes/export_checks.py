@@ -1,4 +1,4 @@
-"""What an export proves before it writes anything, and of what it has written."""
+"""What an export proves before and after it writes, and how it keeps its folder to itself."""
 
 import contextlib
 import errno
@@ -42,6 +42,18 @@ def parse_size(text: str) -> int:
             f"{', '.join(UNITS)}"
         )
     return size
+
+
+def resolve_out(out: Path) -> Path:
+    """OUT_DIR with no link in it, since the folder is put in place by a rename.
+
+    Raises:
+        ConfigError: if its links go in a circle.
+    """
+    try:
+        return out.expanduser().resolve()
+    except RuntimeError as error:
+        raise ConfigError(f"OUT_DIR {out}: {one_line(error)}") from None
 
 
 def is_taken(out: Path) -> bool:
@@ -133,6 +145,26 @@ def discard(partial: Path) -> None:
     with contextlib.suppress(OSError):
         partial.rename(doomed)
     shutil.rmtree(doomed, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def removed_on_failure(partial: Path) -> Iterator[None]:
+    """Remove ``partial`` if this fails; a kill leaves it, for the same command to go on."""
+    try:
+        yield
+    except Exception:
+        discard(partial)
+        raise
+
+
+def check_present(partial: Path) -> None:
+    """Check that no other process has taken ``partial`` away, as one does that fails.
+
+    Raises:
+        ConfigError: if it is gone.
+    """
+    if not partial.is_dir():
+        raise ConfigError("another process of this export has failed, and says why")
 
 
 def _compare(what: str, shapes: Shapes, expected: Shapes, whose: str) -> None:

@@ -11,7 +11,6 @@ a full disk, removes what it has written. Exit codes: 0 written, 1 the disk fail
 """
 
 import argparse
-import contextlib
 import errno
 import hashlib
 import json
@@ -19,7 +18,6 @@ import os
 import sys
 import time
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 
 from models.config import LlamaConfig
@@ -32,11 +30,13 @@ from recipes.export_checks import (
     check_checkpoint,
     check_config,
     check_out,
+    check_present,
     check_written,
-    discard,
     hold,
     is_taken,
     parse_size,
+    removed_on_failure,
+    resolve_out,
 )
 from recipes.run_tokenizer import load_run_tokenizer, read_generation, write_tokenizer
 from training.checkpoint_dir import DamageError, check_file, read_checkpoint_state, read_sums
@@ -169,6 +169,11 @@ def write_shard(checkpoint: Path, names: list[str], config: LlamaConfig, dtype: 
     shapes, kind = config.parameter_shapes, getattr(torch, dtype)
     tensors = {name: torch.empty(shapes[name], dtype=kind) for name in names}
     load_tensors(checkpoint, tensors, no_dist=True)
+    if not_finite := [name for name, tensor in tensors.items() if not tensor.isfinite().all()]:
+        raise ConfigError(
+            f"{not_finite[0]} holds values that are not finite as {dtype}: use another --dtype, or "
+            "another checkpoint"
+        )
     temporary = to.with_name(f".{to.name}.{os.getpid()}.tmp")
     try:
         try:
@@ -216,42 +221,24 @@ def partial_folder(checkpoint: Path, out: Path, dtype: str, shard_size: int) -> 
     return out.with_name(f".{out.name}.partial-{name}")
 
 
-def resolve_out(out: Path) -> Path:
-    """OUT_DIR with no link in it, since the folder is put in place by a rename.
-
-    Raises:
-        ConfigError: if its links go in a circle.
-    """
-    try:
-        return out.expanduser().resolve()
-    except RuntimeError as error:
-        raise ConfigError(f"OUT_DIR {out}: {one_line(error)}") from None
-
-
-@contextlib.contextmanager
-def removed_on_failure(partial: Path) -> Iterator[None]:
-    """Remove ``partial`` if this fails; a kill leaves it, for the same command to go on."""
-    try:
-        yield
-    except Exception:
-        discard(partial)
-        raise
-
-
 def write_share(
     checkpoint: Path, files: dict[str, list[str]], config: LlamaConfig, dtype: str, partial: Path
 ) -> None:
     """Write the files of one process; those that a killed export has left whole are kept."""
-    for file, names in files.items():
-        if not (partial / file).exists():
-            write_shard(checkpoint, names, config, dtype, partial / file)
+    try:
+        for file, names in files.items():
+            if not (partial / file).exists():
+                write_shard(checkpoint, names, config, dtype, partial / file)
+    except OSError:
+        check_present(partial)
+        raise
 
 
 def complete(partial: Path, out: Path, config: LlamaConfig, dtype: str, plan) -> None:
     """Wait for the files of all processes, check them, and give the folder its name."""
     # A file has its name only when it is whole. If its writer fails, torchrun ends this process.
     while not all((partial / file).exists() for file in plan.filename_to_tensors):
-        partial.stat()  # a process that fails takes the folder away
+        check_present(partial)
         time.sleep(POLL_S)
     for temporary in partial.glob(".*.tmp"):  # of killed exports
         temporary.unlink()

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from models.config import LlamaConfig
 from models.hf_config import hf_config
 from parallel.layout import Launch, Layout, LayoutError, read_launch
-from recipes.export_checks import build_transformers_model
+from recipes.export_checks import build_transformers_model, check_checkpoint
 from recipes.export_hf import (
     check_share,
     find_checkpoint,
@@ -44,6 +44,7 @@ def load_model(checkpoint: Path, config: LlamaConfig, described: dict, ranks: "R
     """
     from torch.distributed.fsdp import fully_shard
 
+    check_checkpoint(checkpoint, config)
     model = build_transformers_model(config, described)
     for layer in model.model.layers:
         fully_shard(layer, mesh=ranks.mesh["dp"])

@@ -29,7 +29,7 @@ from models.hf import INDEX, check_weights, load_weights
 from models.hf_config import hf_config, read_hf_config
 from models.llama import Llama
 from parallel.layout import Launch, read_launch
-from recipes.export_checks import parse_size
+from recipes.export_checks import discard, parse_size
 from recipes.export_hf import export
 from recipes.generate import generate
 from tests.launch import rows, train
@@ -805,12 +805,21 @@ def damage_file(monkeypatch) -> None:
     monkeypatch.setattr(exporting, "complete", damaged)
 
 
+def overflow(monkeypatch) -> None:
+    def too_large(_, tensors, **options):
+        for tensor in tensors.values():
+            tensor.copy_(torch.full_like(tensor, 1e30).to(torch.float16))
+
+    monkeypatch.setattr(exporting, "load_tensors", too_large)
+
+
 INEXACT = {
     "model": (spoil_model, "no model.layers.0.self_attn.q_norm.weight"),
     "checkpoint": (spoil_checkpoint, r"it has model.norm.weight \[32\]"),
     "unknown-key": (spoil_config, "cannot be read: new is 1, which this model does not know"),
     "lost-field": (lose_theta, "rope_theta of this model is 1000000.0 and would be 10000.0"),
     "refused": (refused_there, "transformers refuses the config .* not a multiple"),
+    "overflow": (overflow, "model.embed_tokens.weight holds values that are not finite"),
     "written": (damage_file, "what was written is damaged .model.norm.weight is .*F16"),
 }
 
@@ -906,6 +915,19 @@ def test_a_failed_export_leaves_nothing(runs, tmp_path, monkeypatch, capfd):
         shutil.rmtree(run)
         shutil.rmtree(out, ignore_errors=True)
         assert not list(tmp_path.iterdir())
+
+
+def test_a_process_that_fails_ends_the_others(runs, tmp_path, monkeypatch):
+    """It takes the folder away, and they notice, also where no launcher ends them."""
+
+    def fails(*args):
+        discard(args[-1].parent)
+        raise FileNotFoundError(2, "No such file or directory", "a file")
+
+    monkeypatch.setattr(exporting, "write_shard", fails)
+    with pytest.raises(ConfigError, match="another process of this export has failed"):
+        export(runs("untied")[0], tmp_path / "out", ALONE)
+    assert not list(tmp_path.iterdir())
 
 
 def test_two_exports_at_once(runs, tmp_path, monkeypatch):
