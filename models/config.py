@@ -17,7 +17,7 @@ class RopeScaling(BaseModel):
     Source: the ``rope_scaling`` block of Llama-3.1's config.json.
     """
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", strict=True)
 
     rope_type: Literal["llama3"] = "llama3"
     factor: PositiveFloat
