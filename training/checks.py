@@ -8,6 +8,7 @@ import sys
 import time
 from pathlib import Path
 
+from models.files import printable
 from models.hf import check_weights
 from parallel.layout import (
     Launch,
@@ -30,7 +31,7 @@ from training.command_line import parse_flags
 from training.config import Config, ConfigError, flag
 from training.run_dir import RunDir
 from training.text import local_files
-from training.wandb_run import WandbRun, wandb_key_configured
+from training.wandb_run import WandbRun, wandb_mode
 
 # Of the identity: the data are compared by content once they are open, tokenizer included, which
 # may have moved; the other is only for an export.
@@ -38,6 +39,7 @@ NOT_COMPARED = ("tokenizer", "max_position_embeddings")
 # bfloat16 numbers are up to 2**-7 apart: a moment that is multiplied by more than 1 - 2**-8 and
 # rounded stays what it was.
 MAX_ROUNDED_BETA = 0.99
+MAX_PARAMETERS = 10**15
 # Set where a launcher starts the same command again: it is to go on, not to begin anew.
 RESTARTS = ("SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT")
 
@@ -56,6 +58,7 @@ def check(config: Config, launch: Launch) -> Layout:
         )
     if error := config.model.architecture_error():
         raise ConfigError(error)
+    check_size(config)
     layout = make_layout(
         world_size=config.layout.world_size or launch.world_size,
         tp=config.layout.tp,
@@ -79,11 +82,8 @@ def check(config: Config, launch: Launch) -> Layout:
         prefetch=memory.prefetch,
         cpu_offload=memory.cpu_offload,
     )
-    if run.wandb == "online" and not wandb_key_configured():
-        raise ConfigError(
-            "--wandb online needs an API key and finds none: set WANDB_API_KEY, "
-            "run 'wandb login', or use --wandb offline"
-        )
+    if launch.rank == 0:
+        wandb_mode(run.wandb)
     if launch.rank == 0 and config.data.dataset not in ("stdlib", "synthetic"):
         local_files(config.data.dataset)
     # A checkpoint beats --init-from, whose weights are then not read.
@@ -110,6 +110,37 @@ def check_ahead(config: Config, launch: Launch) -> Layout:
     return check(config, launch)
 
 
+def check_size(config: Config) -> None:
+    """Refuse a model, or a run, whose size nothing here is made for.
+
+    Raises:
+        ConfigError: in one line.
+    """
+    model, step = config.model, config.step
+    width = (2 * model.num_attention_heads + 2 * model.kv_heads) * model.head_size
+    block = model.hidden_size * (width + 3 * model.intermediate_size)
+    embedding = (model.vocab_size or 0) * model.hidden_size
+    if (size := model.num_hidden_layers * block + 2 * embedding) > MAX_PARAMETERS:
+        raise ConfigError(
+            f"--hidden-size {model.hidden_size}, --intermediate-size {model.intermediate_size}, "
+            f"--num-hidden-layers {model.num_hidden_layers} and --vocab-size {model.vocab_size} "
+            f"make {size:.1e} parameters, and at most {MAX_PARAMETERS:.0e} are possible"
+        )
+    for name, value, most in (
+        ("num-hidden-layers", model.num_hidden_layers, 10_000),
+        ("vocab-size", model.vocab_size or 1, 2**27),
+        ("head-dim", model.head_size, 2**16),
+        ("num-attention-heads", model.num_attention_heads, 2**16),
+    ):
+        if value > most:
+            raise ConfigError(f"--{name} {value} is more than the {most} that are possible")
+    if (tokens := step.steps * step.global_batch_size * step.seq_len) >= 2**63:
+        raise ConfigError(
+            f"--steps {step.steps} of --global-batch-size {step.global_batch_size} and --seq-len "
+            f"{step.seq_len} are {tokens:.1e} tokens, which 64 bits do not count: use fewer"
+        )
+
+
 def check_optimizer(config: Config) -> None:
     """Check what the optimizer and its schedule are told.
 
@@ -118,7 +149,9 @@ def check_optimizer(config: Config) -> None:
     """
     optimizer, stored = config.optimizer, config.optimizer.optimizer_state_dtype
     decay_steps = optimizer.lr_decay_steps or config.step.steps
-    if optimizer.warmup_steps > decay_steps:
+    # A recipe's warm-up is none that was asked for; load_config warns of it.
+    asked = config.warmup_given or optimizer.lr_decay_steps is not None
+    if optimizer.warmup_steps > decay_steps and asked:
         raise ConfigError(
             f"--warmup-steps {optimizer.warmup_steps} exceeds the {decay_steps} steps of the "
             "schedule (--lr-decay-steps, or --steps): use fewer warm-up steps or more steps"
@@ -274,8 +307,10 @@ def read_config(
         config = parse_flags(argv, console=launch.rank == 0)
         # Unless the first attempt ended before it had gone back to the checkpoint that is named.
         for name, launched in zip(RESTARTS, launch_ids(), strict=True):
-            restarted = int(os.environ.get(name) or 0)
-            if restarted and RunDir(config.run_dir).begun_by(launched):
+            restarted = os.environ.get(name) or "0"
+            if not restarted.isdecimal():
+                raise ConfigError(f"{name}={printable(restarted)} is no number of restarts")
+            if int(restarted) and RunDir(config.run_dir).begun_by(launched):
                 config.run.resume = None
         checkpoint = None if config.layout.print_plan else find_checkpoint(config)
         if checkpoint:
@@ -313,6 +348,14 @@ def load_config(argv: list[str]) -> tuple[Config, Layout, Launch]:
             file=sys.stderr,
         )
     planning = config.layout.print_plan
+    optimizer, steps = config.optimizer, config.optimizer.lr_decay_steps or config.step.steps
+    if launch.rank == 0 and optimizer.warmup_steps > steps and not planning:
+        print(
+            f"train_llm.py: warning: the learning rate rises over {optimizer.warmup_steps} steps "
+            f"and this run ends at step {steps}, before its peak: for a whole schedule, use "
+            f"--warmup-steps {steps // 10} or more --steps",
+            file=sys.stderr,
+        )
     if launch.rank == 0 and config.layout.tp > launch.local_world_size and not planning:
         print(
             f"train_llm.py: warning: --tp {config.layout.tp} spans nodes of "

@@ -118,7 +118,12 @@ def _line_of(text: str, location: tuple[str | int, ...]) -> str:
     return f"line {lines[place]}, " if place else ""
 
 
-def _read_toml(file: Path) -> tuple[str, dict]:
+def read_toml(file: Path) -> tuple[str, dict]:
+    """Text and tables of a TOML file.
+
+    Raises:
+        ConfigError: in words that follow the file's name. OSError: if it cannot be read.
+    """
     try:
         text = read_bounded(file, 1 << 20).decode("utf-8-sig")
         return text, tomllib.loads(text)
@@ -135,7 +140,7 @@ def read_recipe(file: Path) -> dict:
         ConfigError: with line, table and key of what is wrong.
         OSError: if the file cannot be read.
     """
-    text, tables = _read_toml(file)
+    text, tables = read_toml(file)
     for table, values in tables.items():
         try:
             if table in Config.model_fields and Config.model_fields[table].exclude:
@@ -290,6 +295,7 @@ def parse_flags(argv: list[str], console: bool = True) -> Config:
             registry=_registry,
             console_outputs=console,
         )
+    config._warmup_given = _early_flag(argv, "--warmup-steps") is not None
     for key, value in stated.items():
         now = config.data.tokenizer if key == "tokenizer" else getattr(config.model, key)
         now = now.model_dump() if isinstance(now, BaseModel) else now

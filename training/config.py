@@ -12,7 +12,15 @@ from typing import Annotated, Any, Literal, get_args
 
 import tomli_w
 import tyro
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PrivateAttr,
+    ValidationError,
+)
 
 from models.config import LlamaConfig, PositiveFloat, RopeScaling
 from parallel.layout import use_sequence_parallel
@@ -446,6 +454,14 @@ class Config(Section):
     optimizer: OptimizerSection = Field(default_factory=OptimizerSection)
     data: DataSection = Field(default_factory=DataSection)
     run: RunSection = Field(default_factory=RunSection)
+
+    # Whether the command line states --warmup-steps, which a few --steps then contradict.
+    _warmup_given: bool = PrivateAttr(False)
+
+    @property
+    def warmup_given(self) -> bool:
+        """Whether ``--warmup-steps`` is of the command line, and not of the recipe."""
+        return self._warmup_given
 
     @property
     def run_dir(self) -> Path:

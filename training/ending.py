@@ -25,7 +25,7 @@ from training.heartbeat import Heartbeat, Stall
 from training.loop import SIGNAL, TIME, NonFiniteError
 from training.reporter import Reporter, duration, say
 from training.run_dir import RunDir, rank_logger
-from training.start import describe
+from training.start import describe, git_commit
 
 # Training and heartbeat may both find that the run has failed; neither ends it while one speaks.
 _speaking = threading.Lock()
@@ -71,10 +71,16 @@ def reporting(
     try:
         if ranks.rank == 0:
             first = read_checkpoint_state(checkpoint)["step"] if checkpoint else 0
+            about = {
+                "layout_name": layout.name,
+                "world_size": layout.world_size,
+                "num_parameters": config.model.num_parameters,
+                "git_commit": git_commit(),
+            }
             reporter = Reporter(
                 run,
                 config.run,
-                config_dump=config.model_dump(mode="json") | {"layout_name": layout.name},
+                config_dump=config.model_dump(mode="json") | about,
                 first_step=first,
                 steps=config.step.steps,
             )
