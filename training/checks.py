@@ -39,7 +39,6 @@ NOT_COMPARED = ("tokenizer", "max_position_embeddings")
 # bfloat16 numbers are up to 2**-7 apart: a moment that is multiplied by more than 1 - 2**-8 and
 # rounded stays what it was.
 MAX_ROUNDED_BETA = 0.99
-MAX_PARAMETERS = 10**15
 # Set where a launcher starts the same command again: it is to go on, not to begin anew.
 RESTARTS = ("SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT")
 
@@ -58,7 +57,11 @@ def check(config: Config, launch: Launch) -> Layout:
         )
     if error := config.model.architecture_error():
         raise ConfigError(error)
-    check_size(config)
+    if (tokens := step.steps * step.global_batch_size * step.seq_len) >= 2**63:
+        raise ConfigError(
+            f"--steps {step.steps} of --global-batch-size {step.global_batch_size} and --seq-len "
+            f"{step.seq_len} are {tokens:.1e} tokens, which 64 bits do not count: use fewer"
+        )
     layout = make_layout(
         world_size=config.layout.world_size or launch.world_size,
         tp=config.layout.tp,
@@ -108,37 +111,6 @@ def check_ahead(config: Config, launch: Launch) -> Layout:
 
         config.model.vocab_size = load_tokenizer(config.data.tokenizer).vocab_size
     return check(config, launch)
-
-
-def check_size(config: Config) -> None:
-    """Refuse a model, or a run, whose size nothing here is made for.
-
-    Raises:
-        ConfigError: in one line.
-    """
-    model, step = config.model, config.step
-    width = (2 * model.num_attention_heads + 2 * model.kv_heads) * model.head_size
-    block = model.hidden_size * (width + 3 * model.intermediate_size)
-    embedding = (model.vocab_size or 0) * model.hidden_size
-    if (size := model.num_hidden_layers * block + 2 * embedding) > MAX_PARAMETERS:
-        raise ConfigError(
-            f"--hidden-size {model.hidden_size}, --intermediate-size {model.intermediate_size}, "
-            f"--num-hidden-layers {model.num_hidden_layers} and --vocab-size {model.vocab_size} "
-            f"make {size:.1e} parameters, and at most {MAX_PARAMETERS:.0e} are possible"
-        )
-    for name, value, most in (
-        ("num-hidden-layers", model.num_hidden_layers, 10_000),
-        ("vocab-size", model.vocab_size or 1, 2**27),
-        ("head-dim", model.head_size, 2**16),
-        ("num-attention-heads", model.num_attention_heads, 2**16),
-    ):
-        if value > most:
-            raise ConfigError(f"--{name} {value} is more than the {most} that are possible")
-    if (tokens := step.steps * step.global_batch_size * step.seq_len) >= 2**63:
-        raise ConfigError(
-            f"--steps {step.steps} of --global-batch-size {step.global_batch_size} and --seq-len "
-            f"{step.seq_len} are {tokens:.1e} tokens, which 64 bits do not count: use fewer"
-        )
 
 
 def check_optimizer(config: Config) -> None:

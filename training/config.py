@@ -23,6 +23,7 @@ from pydantic import (
 )
 
 from models.config import LlamaConfig, PositiveFloat, RopeScaling
+from models.files import printable
 from parallel.layout import use_sequence_parallel
 from training.secrets import has_credentials, masked
 
@@ -48,7 +49,7 @@ class ConfigError(Exception):
     """
 
     def __init__(self, message: str, location: tuple[str | int, ...] = ()):
-        super().__init__(masked(message))
+        super().__init__(printable(masked(message)))
         self.location = location
 
 
