@@ -122,8 +122,7 @@ def check_optimizer(config: Config) -> None:
     optimizer, stored = config.optimizer, config.optimizer.optimizer_state_dtype
     decay_steps = optimizer.lr_decay_steps or config.step.steps
     # A recipe's warm-up is none that was asked for; load_config warns of it.
-    asked = config.warmup_given or optimizer.lr_decay_steps is not None
-    if optimizer.warmup_steps > decay_steps and asked:
+    if optimizer.warmup_steps > decay_steps and config.warmup_given:
         raise ConfigError(
             f"--warmup-steps {optimizer.warmup_steps} exceeds the {decay_steps} steps of the "
             "schedule (--lr-decay-steps, or --steps): use fewer warm-up steps or more steps"
@@ -324,7 +323,7 @@ def load_config(argv: list[str]) -> tuple[Config, Layout, Launch]:
     if launch.rank == 0 and optimizer.warmup_steps > steps and not planning:
         print(
             f"train_llm.py: warning: the learning rate rises over {optimizer.warmup_steps} steps "
-            f"and this run ends at step {steps}, before its peak: for a whole schedule, use "
+            f"and the schedule ends at step {steps}, before its peak: for a whole one, use "
             f"--warmup-steps {steps // 10} or more --steps",
             file=sys.stderr,
         )

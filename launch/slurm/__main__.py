@@ -282,9 +282,9 @@ def main(argv: list[str]) -> int:
     """The command; its exit code."""
     try:
         options, train_flags = parse_command(argv)
-        if REPO.name in ("site-packages", "dist-packages"):
+        if not (HERE.parents[1] / "pyproject.toml").is_file():
             raise ConfigError(
-                f"this is an installed copy in {REPO}, and a job starts in the repository: clone "
+                f"this is an installed copy in {HERE.parents[1]}, and a job starts in the repository: clone "
                 "it where the nodes see it, and run this there (pip install -e .)"
             )
         if Path.cwd() != REPO:
