@@ -284,8 +284,8 @@ def main(argv: list[str]) -> int:
         options, train_flags = parse_command(argv)
         if not (HERE.parents[1] / "pyproject.toml").is_file():
             raise ConfigError(
-                f"this is an installed copy in {HERE.parents[1]}, and a job starts in the repository: clone "
-                "it where the nodes see it, and run this there (pip install -e .)"
+                f"this is an installed copy in {HERE.parents[1]}, and a job starts in the "
+                "repository: clone it where the nodes see it, and run this there (pip install -e .)"
             )
         if Path.cwd() != REPO:
             raise ConfigError(f"the paths of a run start in the repository: cd {REPO}")
