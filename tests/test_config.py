@@ -21,13 +21,12 @@ from training.config import (
     ConfigError,
     OptimizerSection,
     flag,
-    seconds,
-    step_range,
     to_toml,
 )
 from training.optimizer import lr_at
 from training.run_dir import RunDir
 from training.secrets import is_secret, masked
+from training.values import seconds, step_range
 from training.wandb_run import read_history, wandb_key_configured, wandb_mode
 
 ROOT = Path(__file__).parent.parent

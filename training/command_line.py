@@ -18,8 +18,9 @@ from pydantic import BaseModel
 
 from models.config import RopeScaling, read_hf_config
 from models.files import printable, read_bounded
-from training.config import Config, ConfigError, ModelSection, clean_path, flag, unknown_key
+from training.config import Config, ConfigError, ModelSection, flag, unknown_key
 from training.secrets import has_credentials, is_secret
+from training.values import clean_path
 
 RECIPES = Path(__file__).parent.parent / "recipes"
 

@@ -19,13 +19,14 @@ from parallel.mesh import Ranks
 from planner.prediction import Prediction
 from training.checkpoint import CheckpointError, Progress
 from training.checkpoint_dir import read_checkpoint_state
-from training.config import Config, seconds
+from training.config import Config
 from training.diagnosis import Diagnosis
 from training.heartbeat import Heartbeat, Stall
 from training.loop import SIGNAL, TIME, NonFiniteError
 from training.reporter import Reporter, duration, say
 from training.run_dir import RunDir, rank_logger
 from training.start import describe, git_commit
+from training.values import seconds
 
 # Training and heartbeat may both find that the run has failed; neither ends it while one speaks.
 _speaking = threading.Lock()

@@ -21,8 +21,9 @@ from launch.preflight import parse_command as preflight_command
 from parallel.layout import Launch, LayoutError, layout_flags, parse_layout
 from training.checks import check_ahead, check_resume, find_checkpoint
 from training.command_line import Parser, parse_flags, positive, read_toml
-from training.config import CleanPath, Config, ConfigError, Section
+from training.config import Config, ConfigError, Section
 from training.secrets import has_credentials, is_secret, masked
+from training.values import CleanPath
 
 HERE = Path(__file__).parent
 REPO = HERE.parent.parent
