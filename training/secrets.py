@@ -20,8 +20,9 @@ _SHORTEST = 8
 _URL_USER = re.compile(r"(?<=://)(?:[^\s/@:]*:(?!\d+/)[^\s@]*|[^\s/@]+)@")
 _URL_PASSWORD = re.compile(r"https?://[^\s/@]+@|://[^\s/@:]*:(?!\d+/)[^\s@]+@")
 _QUERY = re.compile(r"(?<=[?&;])([\w-]+)=([^\s&;#'\"]+)")
-_FLAG = re.compile(r"(?<![\w-])--?([A-Za-z][\w-]*)(=|\s+)(?!-)('[^']*'|\"[^\"]*\"|\S+)")
-_ASSIGNED = re.compile(r"\b([A-Z][A-Z0-9_]*|[a-z0-9]+(?:_[a-z0-9]+)+)=('[^']*'|\"[^\"]*\"|[^\s,]+)")
+_VALUE = r"('[^']*'|\"[^\"]*\"|[^\s,'\"]+)"
+_FLAG = re.compile(rf"(?<![\w-])--?([A-Za-z][\w-]*)(=|\s+)(?!-){_VALUE}")
+_ASSIGNED = re.compile(rf"\b([A-Z][A-Z0-9_]*|[a-z0-9]+(?:_[a-z0-9]+)+)={_VALUE}")
 
 
 def is_secret(name: str) -> bool:
