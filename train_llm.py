@@ -12,7 +12,7 @@ import time
 from functools import partial
 
 from training.checks import load_config
-from training.config import step_range
+from training.values import step_range
 
 
 def main() -> None:

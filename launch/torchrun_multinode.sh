@@ -14,6 +14,10 @@
 set -euo pipefail
 cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/.."
 
+if ! [ -e pyproject.toml ]; then
+    echo "$0: this is an installed copy in $PWD: clone the repository, and run it there" >&2
+    exit 2
+fi
 if [ $# -lt 4 ] || ! [[ $1 =~ ^[1-9][0-9]*$ && $2 =~ ^[0-9]+$ ]] || [ "$2" -ge "$1" ]; then
     echo "usage: $0 NNODES NODE_RANK(0..NNODES-1) MASTER_ADDR[:PORT] PROGRAM [FLAG ...]" >&2
     exit 2

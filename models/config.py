@@ -8,6 +8,11 @@ from pydantic import BaseModel, ConfigDict, Field
 PositiveInt = Annotated[int, Field(gt=0)]
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
+# Beyond what anybody trains: what is counted, listed or named for each of them stays feasible.
+LARGEST = {"hidden_size": 2**20, "intermediate_size": 2**24, "num_hidden_layers": 2_000}
+LARGEST |= {"num_attention_heads": 2**16, "num_key_value_heads": 2**16, "head_dim": 2**16}
+LARGEST |= {"vocab_size": 2**27, "max_position_embeddings": 2**40}
+
 
 class RopeScaling(BaseModel):
     """Llama 3.1's frequency scaling: wavelengths longer than the original context are stretched.
@@ -15,7 +20,7 @@ class RopeScaling(BaseModel):
     Source: the ``rope_scaling`` block of Llama-3.1's config.json.
     """
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", strict=True)
 
     rope_type: Literal["llama3"] = "llama3"
     factor: PositiveFloat
@@ -104,7 +109,12 @@ class LlamaConfig(BaseModel):
         return sum(map(math.prod, self.parameter_shapes.values()))
 
     def architecture_error(self) -> str | None:
-        """One line naming what does not fit together inside the model, or None."""
+        """One line naming what is too large, or does not fit together inside the model, or None."""
+        for name, most in LARGEST.items():
+            if (size := getattr(self, name) or 0) > most:
+                return (
+                    f"--{name.replace('_', '-')} {size} is more than the {most} that are possible"
+                )
         h, k = self.num_attention_heads, self.kv_heads
         if h % k:
             return f"--num-key-value-heads {k} must divide --num-attention-heads {h}"

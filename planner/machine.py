@@ -7,6 +7,7 @@ import tomllib
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
+from models.files import read_json
 from training.config import ConfigError
 from training.files import write_atomic
 
@@ -156,7 +157,7 @@ _NUMBERS = {field.name for kind in (Machine, Constants) for field in fields(kind
 
 def _read_calibration(file: Path, gpu: str) -> Machine:
     try:
-        found = json.loads(file.read_text())
+        found = read_json(file, 1 << 20)
         constants = Constants(**found.pop("constants"))
         known = {field.name for field in fields(Machine)}
         machine = Machine(**{k: v for k, v in found.items() if k in known}, constants=constants)

@@ -45,7 +45,8 @@ REFERENCE = "1x1"
 # Set here for each layout, or useless.
 OURS = ("--tp", "--cp", "--dp-replicate", "--run-dir", "--world-size", "--print-plan")
 # They change nothing that is compared, and may differ when a comparison goes on.
-FREE = {"--wandb", "--wandb-project", "--comm-timeout", *OURS}
+FREE = {"--wandb", "--wandb-project", "--wandb-name", "--wandb-group", "--wandb-tags", *OURS}
+FREE |= {"--comm-timeout"}
 LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 LOG_TAIL = 20  # lines of a failed run's log that are shown
 # Seconds for a run to save and end. torchrun kills its ranks after 30 by itself; killed earlier, it
@@ -360,6 +361,7 @@ def run_one(run: PlannedRun, group: str, show: Show) -> None:
         RunFailedError: if it ends in another way than finished.
     """
     environ = {name: value for name, value in os.environ.items() if name not in LAUNCHER}
+    environ.pop("WANDB_RUN_ID", None)  # of one run, and these are many
     environ |= {"WANDB_RUN_GROUP": group, "WANDB_NAME": run.name}
     environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does, and then on one process too
     run.log.parent.mkdir(parents=True, exist_ok=True)
@@ -442,7 +444,7 @@ def judge_runs(comparison: dict, folder: Path) -> list:
 
 
 def conclude(
-    comparison: dict, options: argparse.Namespace, project: str, float64: list[PlannedRun]
+    comparison: dict, options: argparse.Namespace, project: str | None, float64: list[PlannedRun]
 ) -> int:
     """Files, table, verdict and wandb; the exit code. ``float64``: what the verdict must train."""
     out, code = options.out, 0

@@ -20,7 +20,7 @@ from parallel.plan import collectives
 from training.checks import identity
 from training.config import Config, ConfigError, flag
 from training.run_dir import RunDir
-from training.wandb_run import wandb_key_configured
+from training.wandb_run import wandb_key_configured, wandb_project
 
 if TYPE_CHECKING:
     from recipes.verdict import Lossy
@@ -390,7 +390,9 @@ def _draw_deviations(axis, comparison: dict, quantity: str) -> None:
     axis.grid(alpha=0.3)
 
 
-def log_to_wandb(comparison: dict, picture: Path, out: Path, mode: str, project: str) -> None:
+def log_to_wandb(
+    comparison: dict, picture: Path, out: Path, mode: str, project: str | None
+) -> None:
     """One run on wandb with the table and the picture; what goes wrong there costs only that run.
 
     ``mode`` is train_llm.py's ``--wandb``. The run is named after the comparison, and its group is
@@ -411,7 +413,7 @@ def log_to_wandb(comparison: dict, picture: Path, out: Path, mode: str, project:
                 sys.modules["wandb"].teardown(exit_code=1)
 
 
-def _wandb_run(comparison: dict, picture: Path, out: Path, mode: str, project: str) -> str:
+def _wandb_run(comparison: dict, picture: Path, out: Path, mode: str, project: str | None) -> str:
     import wandb
 
     name, (headers, rows) = out.resolve().name, table_rows(comparison)
@@ -419,7 +421,7 @@ def _wandb_run(comparison: dict, picture: Path, out: Path, mode: str, project: s
     private = {"disable_code": True, "disable_git": True, "save_code": False}
     run = wandb.init(
         mode=mode,
-        project=project,
+        project=wandb_project(project),
         name=name,
         group=name,
         job_type="comparison",

@@ -15,19 +15,19 @@ from pydantic import BaseModel
 
 from training.checkpoint_dir import file_sum, write_sums
 from training.checks import NOT_COMPARED, check_resume, identity, launch_ids, load_config
-from training.command_line import RECIPES, load_recipe, parse_flags
+from training.command_line import RECIPES, Parser, load_recipe, parse_flags
 from training.config import (
     Config,
     ConfigError,
     OptimizerSection,
     flag,
-    seconds,
-    step_range,
     to_toml,
 )
 from training.optimizer import lr_at
 from training.run_dir import RunDir
-from training.wandb_run import read_history, wandb_key_configured
+from training.secrets import is_secret, masked
+from training.values import seconds, step_range
+from training.wandb_run import read_history, wandb_key_configured, wandb_mode
 
 ROOT = Path(__file__).parent.parent
 pytestmark = pytest.mark.usefixtures("no_launcher")
@@ -290,6 +290,27 @@ def test_wandb_key_in_the_home_directory(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize(
+    "flag, environ, key, mode",
+    [
+        ("auto", {}, False, "offline"),
+        ("auto", {}, True, "online"),
+        ("auto", {"WANDB_MODE": "disabled"}, True, "disabled"),
+        ("auto", {"WANDB_MODE": "dryrun"}, True, "offline"),
+        ("auto", {"WANDB_MODE": "online"}, True, "online"),
+        ("auto", {"WANDB_MODE": ""}, True, "online"),
+        ("auto", {"WANDB_DISABLED": "true"}, True, "disabled"),
+        ("auto", {"WANDB_DISABLED": "false"}, True, "online"),
+        ("offline", {"WANDB_MODE": "disabled"}, True, "offline"),
+        ("disabled", {"WANDB_MODE": "online"}, False, "disabled"),
+    ],
+)
+def test_mode_of_wandb(monkeypatch, flag, environ, key, mode):
+    for name, value in (environ | ({"WANDB_API_KEY": KEY} if key else {})).items():
+        monkeypatch.setenv(name, value)
+    assert wandb_mode(flag) == mode
+
+
+@pytest.mark.parametrize(
     "text, expected",
     [("3h50m", 13800), ("90m", 5400), ("45s", 45), ("1d12h", 129600), ("1h1s", 3601)],
 )
@@ -470,6 +491,80 @@ def test_finished_run_says_so(tmp_path):
     done = train_llm(tmp_path, "--run-dir", "run", "--steps", "12")
     assert done.returncode == 0 and done.stderr == ""
     assert re.fullmatch(r"run is finished: 12 of 12 steps [^\n]*--steps[^\n]*\n", done.stdout)
+
+
+def test_a_run_directory_alone_has_its_recipe(capsys):
+    """Flags override it, and --recipe takes its place."""
+    first = ["--run-dir", "run", "--lr", "1e-4", "--steps", "7", "--wandb", "disabled"]
+    Path("run").mkdir()
+    Path("run", "config.toml").write_text(to_toml(parse_flags(first)))
+    assert capsys.readouterr().err == ""
+    again = parse_flags(["--run-dir", "run"])
+    assert again == parse_flags([*first, "--recipe", "debug"])
+    said = capsys.readouterr().err
+    assert said == "no --recipe is given: taking run/config.toml; flags override it\n"
+    changed = parse_flags(["--run-dir=run", "--steps", "9"], console=False)
+    assert (changed.step.steps, changed.optimizer.lr) == (9, 1e-4)
+    assert parse_flags(["--run-dir", "run", "--recipe", "debug"]).optimizer.lr == 3e-3
+    assert parse_flags(["--run-dir", "other"]).optimizer.lr == 3e-3
+    Path("run", "config.toml").write_text("[step]\nsteps = 'x'\n")
+    with pytest.raises(ConfigError, match=r"--run-dir run: run/config\.toml: line 2, .*--recipe"):
+        parse_flags(["--run-dir", "run"])
+
+
+def test_home_directories(monkeypatch, tmp_path):
+    """In a recipe and after an equals sign no shell has expanded them."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    Path("mine.toml").write_text("[run]\nrun_dir = '~/runs/x'\n[data]\ntokenizer = '~/tok'\n")
+    config = parse_flags(["--recipe=~/mine.toml", "--calibration=~/c.toml", "--dataset=~/t.txt"])
+    assert (config.run_dir, config.run.calibration) == (tmp_path / "runs/x", tmp_path / "c.toml")
+    assert config.data.tokenizer == f"{tmp_path}/tok" and config.data.dataset == f"{tmp_path}/t.txt"
+    parser = Parser()
+    parser.add_argument("--out", type=Path)
+    assert parser.parse_args(["--out=~/out"]).out == tmp_path / "out"
+    with pytest.raises(ConfigError, match="--out: must not be empty"):
+        parser.parse_args(["--out", ""])
+
+
+@pytest.mark.parametrize("text", ["\ufeff[step]\nsteps = 7\n", "[step]\r\nsteps = 7\r\n"])
+def test_a_recipe_from_another_system(text):
+    Path("mine.toml").write_bytes(text.encode())
+    assert load_recipe("mine.toml").step.steps == 7
+
+
+SECRET_NAMES = """WANDB_API_KEY HF_TOKEN AWS_SECRET_ACCESS_KEY AWS_SESSION_TOKEN PGPASSWORD DB_PASS
+MYSQL_PWD GITHUB_PAT apiKey wandb-api-key X-Amz-Signature sig OPENAI_KEY2 BASIC_AUTH"""
+PLAIN_NAMES = """NCCL_SOCKET_IFNAME TOKENIZERS_PARALLELISM PYTHONHASHSEED KEYBOARD PWD HF_TOKEN_PATH
+SSH_AUTH_SOCK MAX_TOKENS num_key_value_heads tokenizer pad_token NCCL_IB_PKEY AUTHOR COMPASS"""
+
+
+@pytest.mark.parametrize("name", [*SECRET_NAMES.split(), *PLAIN_NAMES.split()])
+def test_names_of_secrets(name):
+    assert is_secret(name) == (name in SECRET_NAMES.split())
+
+
+def test_no_flag_has_the_name_of_a_secret():
+    assert not [name for name in leaves() if is_secret(name)]
+
+
+@pytest.mark.parametrize(
+    "text, shown",
+    [
+        ("https://user:pw@host:80/x", "https://***@host:80/x"),
+        ("git+https://tok@host/x", "git+https://***@host/x"),
+        ("s3://key:se/cret@bucket", "s3://***@bucket"),
+        ("https://h/x?a=1&sig=z&token=q", "https://h/x?a=1&sig=***&token=***"),
+        ("x --wandb-api-key 'a b' --lr 3", "x --wandb-api-key *** --lr 3"),
+        ("--hf-token=abc", "--hf-token=***"),
+        ("export=ALL,WANDB_API_KEY=abc,FOO=1", "export=ALL,WANDB_API_KEY=***,FOO=1"),
+        ("401 for hf_0123456789", "401 for ***"),
+        ("--num-key-value-heads 3 --tokenizer t pad_token=x", None),
+        ("http://host:8080/a@b tcp://127.0.0.1:29500 hf://datasets/a@rev/x", None),
+    ],
+)
+def test_masked(monkeypatch, text, shown):
+    monkeypatch.setenv("HF_TOKEN", "hf_0123456789")
+    assert masked(text) == (shown or text)
 
 
 # The learning rate. Steps are 1-based.

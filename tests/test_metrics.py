@@ -15,7 +15,7 @@ import torch
 
 import training.reporter
 from models.config import LlamaConfig
-from tests.launch import read_wandb
+from tests.launch import read_wandb, wandb_records
 from training.config import RunSection
 from training.files import append_line
 from training.metrics import PeakMemory, flops_per_token, make_record, peak_flops
@@ -441,6 +441,44 @@ def test_wandb_that_breaks_later_is_left_behind(run_dir, monkeypatch):
     said = [line for line in stream.getvalue().splitlines() if "failed" in line]
     assert said == ["wandb: log failed (RuntimeError: no disk for ***); going on without wandb"]
     assert [line["step"] for line in lines(run_dir.metrics_jsonl)] == [1, 2]
+
+
+def test_variables_of_wandb_beat_our_defaults_and_flags_beat_them(run_dir, tmp_path):
+    """Also the id, in every start, and one command that uploads all starts."""
+    code = (
+        "import json, os, sys; from pathlib import Path; from training.run_dir import RunDir\n"
+        "from training.config import RunSection; from training.reporter import Reporter\n"
+        "for i, (variables, flags) in enumerate(json.loads(sys.argv[2])):\n"
+        "    os.environ.update(variables)\n"
+        "    if not os.fork():\n"
+        "        run, path = RunSection(wandb='offline', **flags), Path(sys.argv[1])\n"
+        "        r = Reporter(RunDir(path), run, config_dump={}, first_step=i, steps=9)\n"
+        "        r.close(); os._exit(0)\n"
+        "    os.wait()\n"
+    )
+    names = {"WANDB_PROJECT": "p", "WANDB_NAME": "n", "WANDB_TAGS": "a,b", "WANDB_RUN_GROUP": "g"}
+    flags = {"wandb_project": "q", "wandb_name": "m", "wandb_group": "h", "wandb_tags": ["c"]}
+    shared = {"WANDB_RUN_ID": "mine", "WANDB_DIR": str(tmp_path / "shared")}
+    (tmp_path / "shared").mkdir()
+    starts = [({}, {}), (names, {}), (shared, flags)]
+    argv = [sys.executable, "-c", code, str(run_dir.path), json.dumps(starts)]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=100)
+    commands = [line.partition("upload with: ")[2] for line in done.stdout.splitlines()]
+    own = f"wandb sync {run_dir.path}/wandb"
+    assert commands == [own, own, f"wandb sync {tmp_path}/shared/wandb/offline-run-*-mine"], done
+    found = [
+        (r.run.project, r.run.display_name, r.run.run_group, list(r.run.tags), r.run.run_id)
+        for file in sorted(tmp_path.glob("*/wandb/*run-*/*.wandb"), key=os.path.getmtime)
+        for r in wandb_records(file)
+        if r.WhichOneof("record_type") == "run"
+    ]
+    first = found[0][-1]
+    assert found == [
+        ("parallel-recipes", "", "", [], first),
+        ("p", "n", "g", ["a", "b"], first),
+        ("q", "m", "h", ["c"], "mine"),
+    ]
+    assert run_dir.wandb_id() == "mine"
 
 
 def test_disabled_does_not_import_wandb(run_dir):

@@ -306,6 +306,29 @@ ROWS = {
         {},
         ["--beta2 0.999", "--optimizer-state-dtype bfloat16", "--beta2 0.99", "float32"],
     ),
+    "timeout-long": ("--comm-timeout 1e300", {}, ["--comm-timeout", "30 days", "1e+300"]),
+    "timeout-short": ("--comm-timeout 1e-9", {}, ["--comm-timeout", "1 to 2592000", "1e-09"]),
+    "name-long": (f"--run-dir {'a' * 300}", {}, ["--run-dir", "300 bytes", "255"]),
+    "path-long": (f"--tokenizer {'a/' * 2000}", {}, ["--tokenizer", "4000 bytes", "3500"]),
+    "path-empty": ("--run-dir=", {}, ["--run-dir must not be empty"]),
+    "recipe-empty": ("--recipe=", {}, ["--recipe must not be empty"]),
+    "nobody": ("--run-dir ~no-such-user/x", {}, ["--run-dir", "home directory"]),
+    "not-text": ("--dataset \udcff", {}, ["argument 2", "UTF-8"]),
+    "control": ("--recipe \x1b[31m", {}, [r"--recipe \x1b[31m"]),
+    "vocab-large": ("--vocab-size 99999999999", {}, ["--vocab-size 99999999999", "134217728"]),
+    "layers": ("--num-hidden-layers 10000000", {}, ["--num-hidden-layers 10000000", "2000"]),
+    "batch-large": ("--global-batch-size 1000000000000", {}, ["--global-batch-size", "16777216"]),
+    "seed-large": (f"--seed {2**70}", {}, ["--seed", str(2**63), str(2**70)]),
+    "steps-large": (f"--steps {10**20}", {}, ["--steps", str(10**20)]),
+    "tokens": (
+        f"--steps {10**12} --global-batch-size 1000000 --seq-len 100000",
+        {},
+        [f"--steps {10**12}", "--seq-len 100000", "64 bits"],
+    ),
+    "duration": ("--stop-after 99999999999d", {}, ["--stop-after", "365d"]),
+    "profile-large": ("--profile 1-99999999999999", {}, ["--profile", "10-12"]),
+    "wandb-mode": ("", {"WANDB_MODE": "of"}, ["WANDB_MODE=of", "online, offline or disabled"]),
+    "wandb-mode-online": ("", {"WANDB_MODE": "online"}, ["WANDB_MODE=online", "--wandb offline"]),
     "world-size": ("--world-size 8", {}, ["--world-size 8", "--print-plan", "torchrun"]),
     "plan-tp": (
         "--world-size 6 --print-plan --tp 4",
@@ -394,6 +417,31 @@ RECIPES = {
     ),
     "syntax": ("[step\nsteps = 3", ["line 1"]),
     "encoding": (b"[step]\nsteps = 3 # \xff\n", ["utf-8"]),
+    "text-for-int": ("[model]\n# x\nhidden_size = '128'", ["line 3, [model] hidden_size", "'128'"]),
+    "text-for-float": ("\n[optimizer]\nlr = '1e-3'", ["line 3, [optimizer] lr", "'1e-3'"]),
+    "text-for-bool": ("[model]\ntie_word_embeddings = 'yes'", ["line 2", "boolean", "'yes'"]),
+    "bool-for-int": ("[model]\nnum_hidden_layers = true", ["line 2", "integer", "True"]),
+    "bool-for-choice": ("[layout]\nzero = true", ["line 2, [layout] zero", "whole number", "True"]),
+    "float-for-int": ("[step]\nsteps = 1.0", ["line 2, [step] steps", "integer", "1.0"]),
+    "dotted": ("step.steps = '3'", ["line 1, [step] steps", "'3'"]),
+    "inline": ("step = {seed = 1, steps = '3'}", ["line 1, [step] steps", "'3'"]),
+    "date": (
+        "[optimizer]\nlr = 2026-01-01",
+        ["line 2, [optimizer] lr", "datetime.date(2026, 1, 1)"],
+    ),
+    "scaling-text": (
+        f"[model.rope_scaling]\n{ORIGINAL}factor = '8'",
+        ["line 3, [model.rope_scaling] factor", "'8'"],
+    ),
+    "other-table": ("[step]\nlr = 1e-3", ["line 2", "'lr'", "belongs to table [optimizer]"]),
+    "no-table": ("warmup-steps = 3", ["line 1", "'warmup-steps'", "belongs to table [optimizer]"]),
+    "excluded": ("cofig_json = 'x'", ["known keys: recipe, layout, memory"]),
+    "nested": ("x = " + "[" * 5000, ["nested too deeply"]),
+    "utf-16": ("[step]\nsteps = 3\n".encode("utf-16"), ["utf-8"]),
+    "password": (
+        "[data]\ndataset = 'https://u:pw@h/x'",
+        ["line 2, [data] dataset", "environment"],
+    ),
     # The fields behind --model-config and --init-from are no keys: they would be read by nobody.
     "config-json": ("config_json = 'config.json'", ["config_json", "--model-config"]),
     "init-from": ("init_from = 'hf'", ["init_from", "--init-from"]),
@@ -404,6 +452,38 @@ RECIPES = {
 def test_recipe_refusal(monkeypatch, tmp_path, text, fragments):
     (tmp_path / "bad.toml").write_bytes(text if isinstance(text, bytes) else text.encode())
     assert_has(refusal(monkeypatch, "--recipe bad.toml"), "--recipe bad.toml", *fragments)
+
+
+SECRETS = {
+    "unknown flag": ["--wandb-api-key", "sk-very-secret"],
+    "unknown flag with =": ["--hf_token=sk-very-secret"],
+    "url": ["--wandb-project", "https://user:sk-very-secret@host/x"],
+    "token in a url": ["--dataset=https://sk-very-secret@github.com/x.txt"],
+    "bucket": ["--init-from", "s3://key:sk-very-secret@bucket/x"],
+    "signed": ["--tokenizer", "https://host/x?se=1&sig=sk-very-secret"],
+    "recipe": ["--recipe", "https://user:sk-very-secret@host/x.toml"],
+}
+
+
+@pytest.mark.parametrize("argv", SECRETS.values(), ids=SECRETS)
+def test_a_secret_is_refused_and_not_repeated(argv):
+    with pytest.raises(ConfigError) as caught:
+        load(argv)
+    message = str(caught.value)
+    assert message.startswith(argv[0].partition("=")[0]) and "environment" in message
+    assert "very-secret" not in message
+
+
+@pytest.mark.parametrize("name", checks.RESTARTS)
+def test_a_restart_count_that_is_none(monkeypatch, capsys, name):
+    monkeypatch.setattr(checks.os, "_exit", sys.exit)
+    monkeypatch.setenv(name, "x")
+    with pytest.raises(SystemExit) as caught:
+        checks.load_config([])
+    assert caught.value.code == 2
+    assert f"error: {name}=x is no number of restarts\n" in capsys.readouterr().err
+    monkeypatch.setenv(name, "")
+    checks.load_config([])
 
 
 def rope(**fields) -> dict:
@@ -538,6 +618,9 @@ def test_launch_is_torchruns_else_sruns_else_one_process():
         ("", {}, []),
         ("--tp 2 --activation-checkpoint selective", world(2), ["selective", "--tp 2", "full"]),
         ("--activation-checkpoint selective", world(2), []),
+        # The recipe's warm-up was not asked for.
+        ("--steps 3", {}, ["10 steps", "ends at step 3", "--warmup-steps 0", "--steps"]),
+        ("--steps 10", {}, []),
     ],
 )
 def test_warning(monkeypatch, capsys, argv, environ, fragments):

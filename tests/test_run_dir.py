@@ -291,3 +291,13 @@ def test_rank_logger_writes_to_its_own_file_only(tmp_path, capfd):
     assert capfd.readouterr() == ("", "")
     assert logger is logging.getLogger("parallel_recipes") and len(logger.handlers) == 1
     logger.handlers.pop().close()
+
+
+def test_no_secret_of_an_error_is_written(run_dir, monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "hf_very_secret")
+    text = "401 for hf_very_secret at https://me:very@host/x"
+    run_dir.fail(0, 3, text)
+    rank_logger(run_dir, 0).error(text)
+    files = [path.read_text() for path in (run_dir.status_json, run_dir.log_file(0))]
+    assert all("401 for *** at https://***@host/x" in said for said in files)
+    assert not any("very" in said for said in files)

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import time
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -204,13 +205,50 @@ def test_refusals(words, text, capsys):
         ("[sbatch", "site.toml: "),
         ("modules = 3", "modules"),
         ("[env]\nMY-VAR = '1'", "'MY-VAR' is no name of a variable"),
+        ("[env]\nWANDB_API_KEY = 'very'", "env: WANDB_API_KEY is a secret: "),
+        ("[env]\nHTTPS_PROXY = 'http://me:very@proxy:80'", "env: HTTPS_PROXY is a secret: "),
+        ("container_image = 'docker://me:very@registry/x'", "container_image holds a password"),
+        ("[sbatch]\nexport = 'ALL,HF_TOKEN=very'", "--sbatch export holds a secret: "),
     ],
 )
 def test_a_site_file_that_is_wrong(text, fault, capsys, tmp_path):
     file = tmp_path / "site.toml"
     file.write_text(text)
     assert main(["--site", str(file), "--", "--tp", "2"]) == 2
-    assert fault in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert fault in said and "very" not in said
+
+
+def test_no_secret_is_in_what_is_written(capsys):
+    """Neither in the script nor in what refuses it; a name alone is the environment's."""
+    text = render(capsys, "--sbatch", "export=ALL,WANDB_API_KEY", "--", "--tp", "2")
+    assert "#SBATCH --export=ALL,WANDB_API_KEY\n" in text
+    for words in (["--sbatch", "comment=WANDB_API_KEY=very"], ["--wandb-api-key", "very"]):
+        assert main([*words, "--", "--tp", "2"]) == 2
+        said = capsys.readouterr()
+        assert "very" not in said.err + said.out and said.err.count("\n") == 1
+
+
+def test_an_installed_copy_says_that_a_job_needs_the_repository(capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr("launch.slurm.__main__.HERE", tmp_path / "site-packages/launch/slurm")
+    assert main(["--", "--tp", "2"]) == 2
+    assert "installed copy in" in (said := capsys.readouterr().err) and said.count("\n") == 1
+    (tmp_path / "launch").mkdir()
+    script = shutil.copy(REPO / "launch/torchrun_multinode.sh", tmp_path / "launch")
+    done = subprocess.run(["bash", script, "1", "0", "x", "y"], capture_output=True, text=True)
+    assert done.returncode == 2 and "installed copy in" in done.stderr
+
+
+def test_what_is_installed_is_complete(tmp_path):
+    settings = tomllib.loads((REPO / "pyproject.toml").read_text())["tool"]["setuptools"]
+    assert "train_llm" in settings["py-modules"]
+    code = {p.parent for p in REPO.glob("*/**/*.py")} - {*REPO.glob("tests"), REPO / "benchmarks"}
+    assert {str(p.relative_to(REPO)).replace("/", ".") for p in code} == set(settings["packages"])
+    for folder in code:
+        wanted = [p for p in folder.iterdir() if p.suffix in (".toml", ".sh", ".sbatch")]
+        patterns = settings["package-data"].get(str(folder.relative_to(REPO)).replace("/", "."), [])
+        missed = [p for p in wanted if not any(p.match(pattern) for pattern in patterns)]
+        assert [p.name for p in missed] in ([], ["site.toml"])
 
 
 def test_what_is_pasted_on_several_lines_stays_a_comment(capsys, tmp_path):

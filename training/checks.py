@@ -8,6 +8,7 @@ import sys
 import time
 from pathlib import Path
 
+from models.files import printable
 from models.hf import check_weights
 from parallel.layout import (
     Launch,
@@ -30,7 +31,7 @@ from training.command_line import parse_flags
 from training.config import Config, ConfigError, flag
 from training.run_dir import RunDir
 from training.text_files import check_source
-from training.wandb_run import WandbRun, wandb_key_configured
+from training.wandb_run import WandbRun, wandb_mode
 
 # Of the identity: the data are compared by content once they are open, tokenizer included, which
 # may have moved; the other is only for an export.
@@ -56,6 +57,11 @@ def check(config: Config, launch: Launch) -> Layout:
         )
     if error := config.model.architecture_error():
         raise ConfigError(error)
+    if (tokens := step.steps * step.global_batch_size * step.seq_len) >= 2**63:
+        raise ConfigError(
+            f"--steps {step.steps} of --global-batch-size {step.global_batch_size} and --seq-len "
+            f"{step.seq_len} are {tokens:.1e} tokens, which 64 bits do not count: use fewer"
+        )
     layout = make_layout(
         world_size=config.layout.world_size or launch.world_size,
         tp=config.layout.tp,
@@ -79,12 +85,8 @@ def check(config: Config, launch: Launch) -> Layout:
         prefetch=memory.prefetch,
         cpu_offload=memory.cpu_offload,
     )
-    if run.wandb == "online" and not wandb_key_configured():
-        raise ConfigError(
-            "--wandb online needs an API key and finds none: set WANDB_API_KEY, "
-            "run 'wandb login', or use --wandb offline"
-        )
     if launch.rank == 0:
+        wandb_mode(run.wandb)
         check_source(config.data)
     # A checkpoint beats --init-from, whose weights are then not read.
     if launch.rank == 0 and config.init_from and not RunDir(config.run_dir).newest_checkpoint():
@@ -118,7 +120,8 @@ def check_optimizer(config: Config) -> None:
     """
     optimizer, stored = config.optimizer, config.optimizer.optimizer_state_dtype
     decay_steps = optimizer.lr_decay_steps or config.step.steps
-    if optimizer.warmup_steps > decay_steps:
+    # A recipe's warm-up is none that was asked for; load_config warns of it.
+    if optimizer.warmup_steps > decay_steps and config.warmup_given:
         raise ConfigError(
             f"--warmup-steps {optimizer.warmup_steps} exceeds the {decay_steps} steps of the "
             "schedule (--lr-decay-steps, or --steps): use fewer warm-up steps or more steps"
@@ -274,8 +277,10 @@ def read_config(
         config = parse_flags(argv, console=launch.rank == 0)
         # Unless the first attempt ended before it had gone back to the checkpoint that is named.
         for name, launched in zip(RESTARTS, launch_ids(), strict=True):
-            restarted = int(os.environ.get(name) or 0)
-            if restarted and RunDir(config.run_dir).begun_by(launched):
+            restarted = os.environ.get(name) or "0"
+            if not restarted.isdecimal():
+                raise ConfigError(f"{name}={printable(restarted)} is no number of restarts")
+            if int(restarted) and RunDir(config.run_dir).begun_by(launched):
                 config.run.resume = None
         checkpoint = None if config.layout.print_plan else find_checkpoint(config)
         if checkpoint:
@@ -313,6 +318,14 @@ def load_config(argv: list[str]) -> tuple[Config, Layout, Launch]:
             file=sys.stderr,
         )
     planning = config.layout.print_plan
+    optimizer, steps = config.optimizer, config.optimizer.lr_decay_steps or config.step.steps
+    if launch.rank == 0 and optimizer.warmup_steps > steps and not planning:
+        print(
+            f"train_llm.py: warning: the learning rate rises over {optimizer.warmup_steps} steps "
+            f"and the schedule ends at step {steps}, before its peak: for a whole one, use "
+            f"--warmup-steps {steps // 10} or more --steps",
+            file=sys.stderr,
+        )
     if launch.rank == 0 and config.layout.tp > launch.local_world_size and not planning:
         print(
             f"train_llm.py: warning: --tp {config.layout.tp} spans nodes of "

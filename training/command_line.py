@@ -8,6 +8,7 @@ import contextlib
 import difflib
 import io
 import json
+import re
 import sys
 import tomllib
 from pathlib import Path
@@ -16,9 +17,12 @@ import tyro
 from pydantic import BaseModel
 
 from models.config import RopeScaling
+from models.files import printable, read_bounded
 from models.hf_config import read_hf_config
-from training.config import Config, ConfigError, ModelSection, flag
+from training.config import Config, ConfigError, ModelSection, flag, unknown_key
+from training.secrets import has_credentials, is_secret
 from training.tokenizer import OTHER_FORMATS
+from training.values import clean_path
 
 RECIPES = Path(__file__).parent.parent / "recipes"
 
@@ -30,10 +34,19 @@ class Parser(argparse.ArgumentParser):
         super().__init__(
             formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False, **options
         )
+        self.register("type", Path, path_option)
 
     def error(self, message: str):
         """Raise ``message`` instead of printing the usage."""
         raise ConfigError(message)
+
+
+def path_option(text: str) -> Path:
+    """A path, as the type of an option of :class:`Parser`."""
+    try:
+        return clean_path(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def positive(text: str) -> int:
@@ -45,12 +58,104 @@ def positive(text: str) -> int:
 
 def _early_flag(argv: list[str], name: str) -> str | None:
     """Value of a flag that must be known before the others get their defaults."""
-    found = None  # as with any flag, the last one counts
+    value = None  # as with any flag, the last one counts
     for i, arg in enumerate(argv):
-        key, _, value = arg.partition("=")
+        key, equals, text = arg.partition("=")
         if key.replace("_", "-") == name:
-            found = value or (argv[i + 1] if i + 1 < len(argv) else None)
-    return found
+            value = text if equals else "".join(argv[i + 1 : i + 2])
+    return value
+
+
+def _early_path(argv: list[str], name: str) -> Path | None:
+    text = _early_flag(argv, name)
+    try:
+        return text if text is None else clean_path(text)
+    except ValueError as error:
+        raise ConfigError(f"{name} {error}") from None
+
+
+def _check_words(argv: list[str]) -> None:
+    """Refuse what must not come as far as a report that echoes it.
+
+    Raises:
+        ConfigError: for a secret, which is not repeated, or for bytes that are no text.
+    """
+    for number, word in enumerate(argv, 1):
+        name = word.partition("=")[0]
+        if re.search(r"[\ud800-\udfff]", word):
+            raise ConfigError(f"argument {number} is not UTF-8: {printable(word)}")
+        if name.startswith("--") and is_secret(name):
+            raise ConfigError(
+                f"{printable(name)}: no secret is taken on the command line, where every user of "
+                "this machine sees it: export it in the environment, as WANDB_API_KEY or HF_TOKEN"
+            )
+        if has_credentials(word):
+            before = argv[number - 2] if number > 1 else ""
+            where = name if "=" in word and name.startswith("--") else before
+            raise ConfigError(
+                f"{printable(where) if where.startswith('--') else f'argument {number}'} holds a "
+                "password, token or key, which ends up in files: give it in the environment or in "
+                "~/.netrc"
+            )
+
+
+def _toml_lines(text: str) -> dict[tuple[str, ...], int]:
+    """The line of each table and key of a TOML file; tomllib tells it of none."""
+    lines: dict[tuple[str, ...], int] = {}
+    table: tuple[str, ...] = ()
+    for number, line in enumerate(text.splitlines(), 1):
+        header = re.match(r"\s*\[+([^\]]+)\]", line)
+        key = re.match(r"\s*([\w.\"'-]+)\s*=", line)
+        if header or key:
+            place = tuple(part.strip(" \t\"'") for part in (header or key)[1].split("."))
+            table = place if header else table
+            lines.setdefault(place if header else table + place, number)
+    return lines
+
+
+def _line_of(text: str, location: tuple[str | int, ...]) -> str:
+    lines = _toml_lines(text)
+    place = tuple(map(str, location))
+    while place and place not in lines:
+        place = place[:-1]
+    return f"line {lines[place]}, " if place else ""
+
+
+def read_toml(file: Path) -> tuple[str, dict]:
+    """Text and tables of a TOML file.
+
+    Raises:
+        ConfigError: in words that follow the file's name. OSError: if it cannot be read.
+    """
+    try:
+        text = read_bounded(file, 1 << 20).decode("utf-8-sig")
+        return text, tomllib.loads(text)
+    except ValueError as error:  # a TOML error, or bytes that are not UTF-8
+        raise ConfigError(str(error)) from None
+    except RecursionError:
+        raise ConfigError("is nested too deeply") from None
+
+
+def read_recipe(file: Path) -> dict:
+    """The tables of a recipe, each of them checked.
+
+    Raises:
+        ConfigError: with line, table and key of what is wrong.
+        OSError: if the file cannot be read.
+    """
+    text, tables = read_toml(file)
+    for table, values in tables.items():
+        try:
+            if table in Config.model_fields and Config.model_fields[table].exclude:
+                raise ConfigError(unknown_key(Config, (table,)), (table,))
+            Config(**{table: values})
+        except ConfigError as error:
+            # A section speaks of its own keys alone.
+            whole = error.location[:1] == (table,) or table not in Config.model_fields
+            place = error.location if whole else (table, *error.location)
+            within = f"[{'.'.join(map(str, place[:-1]))}] {place[-1]}: " if place[1:] else ""
+            raise ConfigError(f"{_line_of(text, place)}{within}{error}") from None
+    return tables
 
 
 def load_recipe(name: str) -> Config:
@@ -59,28 +164,47 @@ def load_recipe(name: str) -> Config:
     Raises:
         ConfigError: if there is none, or it holds an unknown key or a bad value.
     """
-    file = Path(name) if name.endswith(".toml") else RECIPES / f"{name}.toml"
-    if not file.is_file():
-        known = sorted(p.stem for p in RECIPES.glob("*.toml"))
-        near = difflib.get_close_matches(name, known, n=1)
+    shown = printable(name)
+    try:
+        path = clean_path(name)
+    except ValueError as error:
+        raise ConfigError(f"--recipe {error}") from None
+    file = path if name.endswith(".toml") else RECIPES / f"{name}.toml"
+    try:
+        return Config(**{**read_recipe(file), "recipe": str(path)})
+    except FileNotFoundError:
+        names = sorted(p.stem for p in RECIPES.glob("*.toml"))
+        near = difflib.get_close_matches(name, names, n=1)
         hint = (
             f"did you mean {near[0]}?"
             if near
-            else f"known: {', '.join(known)}, or a path ending in .toml"
+            else f"known: {', '.join(names)}, or a path ending in .toml"
         )
-        raise ConfigError(f"--recipe {name}: no such recipe; {hint}")
-    try:
-        with file.open("rb") as f:
-            table = tomllib.load(f)
-    except (OSError, ValueError) as error:  # a TOML error, or bytes that are not UTF-8
-        raise ConfigError(f"--recipe {name}: {file}: {error}") from None
-    for key, instead in (("config_json", "--model-config"), ("init_from", "--init-from")):
-        if key in table:
-            raise ConfigError(f"--recipe {name}: unknown key {key!r}: use {instead}")
-    try:
-        return Config(**{**table, "recipe": name})
+        raise ConfigError(f"--recipe {shown}: no such recipe; {hint}") from None
+    except OSError as error:
+        raise ConfigError(f"--recipe {shown}: {file} cannot be read: {error.strerror}") from None
     except ConfigError as error:
-        raise ConfigError(f"--recipe {name}: {error}") from None
+        raise ConfigError(f"--recipe {shown}: {error}") from None
+
+
+def _load_defaults(argv: list[str], console: bool) -> Config:
+    """The recipe that is named, or the config of the run directory that is, or ``debug``."""
+    name, run_dir = _early_flag(argv, "--recipe"), _early_path(argv, "--run-dir")
+    file = run_dir / "config.toml" if run_dir and name is None else None
+    try:
+        defaults = Config(**read_recipe(file)) if file else load_recipe(name or "debug")
+    except (FileNotFoundError, NotADirectoryError):
+        return load_recipe("debug")
+    except (OSError, ConfigError) as error:
+        if not file:
+            raise
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(
+            f"--run-dir {run_dir}: {file}: {reason}; to start without it, name a --recipe"
+        ) from None
+    if file and console:
+        print(f"no --recipe is given: taking {file}; flags override it", file=sys.stderr)
+    return defaults
 
 
 _registry = tyro.constructors.ConstructorRegistry()
@@ -101,6 +225,20 @@ def _rope_scaling_from_json(info):
     )
 
 
+@_registry.primitive_rule
+def _path_as_text(info):
+    # An empty text is a path to tyro, the current directory; the schema sees the text.
+    if info.type is not Path:
+        return None
+    return tyro.constructors.PrimitiveConstructorSpec(
+        nargs=1,
+        metavar="PATH",
+        instance_from_str=lambda args: args[0],
+        is_instance=lambda value: isinstance(value, str | Path),
+        str_from_instance=lambda value: [str(value)],
+    )
+
+
 def _take_hf_config(argv: list[str], defaults: Config) -> tuple[str, dict, dict]:
     """Put the model of --model-config or --init-from, if given, over that of the recipe.
 
@@ -111,7 +249,7 @@ def _take_hf_config(argv: list[str], defaults: Config) -> tuple[str, dict, dict]
         The flag that names it, what it states, and what is assumed beyond, by field name.
     """
     source = "--init-from"
-    path, model_config = (_early_flag(argv, name) for name in (source, "--model-config"))
+    path, model_config = (_early_path(argv, name) for name in (source, "--model-config"))
     if path and model_config:
         raise ConfigError(
             f"--init-from {path} and --model-config {model_config} both state the model: "
@@ -155,7 +293,8 @@ def parse_flags(argv: list[str], console: bool = True) -> Config:
         ConfigError: for a bad recipe or a value out of range.
         SystemExit: from tyro, for ``--help`` (0) and for what it cannot parse (2, and it says so).
     """
-    defaults = load_recipe(_early_flag(argv, "--recipe") or "debug")
+    _check_words(argv)
+    defaults = _load_defaults(argv, console)
     if (_early_flag(argv, "--dataset") or defaults.data.dataset) != defaults.data.dataset:
         defaults.data.dataset_config = None  # that of the recipe is one of its own dataset
     source, stated, assumed = _take_hf_config(argv, defaults)
@@ -173,6 +312,7 @@ def parse_flags(argv: list[str], console: bool = True) -> Config:
             registry=_registry,
             console_outputs=console,
         )
+    config._warmup_given = _early_flag(argv, "--warmup-steps") is not None
     for key, value in stated.items():
         now = config.data.tokenizer if key == "tokenizer" else getattr(config.model, key)
         now = now.model_dump() if isinstance(now, BaseModel) else now

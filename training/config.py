@@ -5,91 +5,77 @@ underscores.
 """
 
 import difflib
-import re
 from pathlib import Path
 from typing import Annotated, Literal, get_args
 
 import tomli_w
 import tyro
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PrivateAttr,
+    ValidationError,
+)
 
-from models.config import LlamaConfig, PositiveFloat, PositiveInt, RopeScaling
+from models.config import LlamaConfig, PositiveFloat, RopeScaling
+from models.files import printable
 from parallel.layout import use_sequence_parallel
-
-NonNegativeInt = Annotated[int, Field(ge=0)]
-NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-Fraction = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
-Beta = Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)]
+from training.secrets import masked
+from training.values import (
+    Beta,
+    CleanPath,
+    Duration,
+    Fraction,
+    NonNegativeFloat,
+    NonNegativeInt,
+    Place,
+    Ranks,
+    Seed,
+    Sequences,
+    StepRange,
+    Steps,
+    Text,
+    Timeout,
+    Tokens,
+    whole,
+)
 
 
 class ConfigError(Exception):
-    """Bad input; the message is one line that names the flag, the value and the fix."""
+    """Bad input; the message is one line that names the flag, the value and the fix.
 
-
-def seconds(duration: str) -> float:
-    """Seconds of a duration such as ``3h50m``, ``90m`` or ``1d12h``.
-
-    Raises:
-        ValueError: if it is none, or zero. A bare number is none: Slurm's would be minutes.
+    ``location`` is the place of the value in its section, where it has one.
     """
-    found = re.fullmatch(r"(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?", duration)
-    days, hours, minutes, rest = (int(part or 0) for part in found.groups()) if found else [0] * 4
-    total = ((days * 24 + hours) * 60 + minutes) * 60 + rest
-    if not total:
-        raise ValueError(f"must be a duration such as 3h50m, 90m or 45s, not {duration!r}")
-    return float(total)
 
-
-def _checked_duration(duration: str) -> str:
-    seconds(duration)
-    return duration
-
-
-Duration = Annotated[str, AfterValidator(_checked_duration)]
-
-
-def step_range(steps: str) -> tuple[int, int]:
-    """First and last of steps such as ``10-12``, or ``10`` alone.
-
-    Raises:
-        ValueError: if they are none.
-    """
-    found = re.fullmatch(r"(\d+)(?:-(\d+))?", steps)
-    first, last = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
-    if not 1 <= first <= last:
-        raise ValueError(f"must be steps such as 10-12 or 10, not {steps!r}")
-    return first, last
-
-
-def _checked_step_range(steps: str) -> str:
-    step_range(steps)
-    return steps
-
-
-StepRange = Annotated[str, AfterValidator(_checked_step_range)]
+    def __init__(self, message: str, location: tuple[str | int, ...] = ()):
+        super().__init__(printable(masked(message)))
+        self.location = location
 
 
 class Section(BaseModel):
     """A table of the recipe: unknown keys and values out of range raise :class:`ConfigError`."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", strict=True)
 
     def __init__(self, **values):
         try:
             super().__init__(**values)
         except ValidationError as error:
-            raise ConfigError(_one_line(error, type(self))) from None
+            location = error.errors()[0]["loc"]
+            raise ConfigError(_one_line(error, type(self)), location) from None
 
 
 class LayoutSection(Section):
     """How the model is laid out over the processes. What is left is data parallel."""
 
-    tp: PositiveInt = Field(1, description="Tensor-parallel ranks; 1 turns it off.")
-    cp: PositiveInt = Field(
+    tp: Ranks = Field(1, description="Tensor-parallel ranks; 1 turns it off.")
+    cp: Ranks = Field(
         1,
         description="Context-parallel ranks, among which every sequence is cut; 1 turns it off.",
     )
-    pp: PositiveInt = Field(
+    pp: Ranks = Field(
         1,
         description="Pipeline-parallel ranks, among which the blocks are shared out; 1 turns it "
         "off.",
@@ -99,12 +85,12 @@ class LayoutSection(Section):
         description="Order of the micro-batches in the pipeline. interleaved, zbv and dualpipev "
         "give each rank two stages; the last two need --zero 1.",
     )
-    dp_replicate: PositiveInt = Field(
+    dp_replicate: Ranks = Field(
         1,
         description="Hybrid sharding: groups of data-parallel ranks that hold the same shards, and "
         "sum their gradients once a step; 1 turns it off.",
     )
-    zero: Literal[3, 2, 1, 0] = Field(
+    zero: Annotated[Literal[3, 2, 1, 0], BeforeValidator(whole)] = Field(
         3,
         description="What data-parallel ranks share out. 3: parameters, gradients, optimizer "
         "state. 2: as 3, but gathered parameters stay until the backward. 1: optimizer state; "
@@ -118,7 +104,7 @@ class LayoutSection(Section):
     print_plan: bool = Field(
         False, description="Print parameters, placements, bytes and collectives, then exit."
     )
-    world_size: PositiveInt | None = Field(
+    world_size: Ranks | None = Field(
         None,
         description="With --print-plan: the number of processes to plan for; none: the real one.",
     )
@@ -142,7 +128,7 @@ class MemorySection(Section):
         description="Compile each block with torch.compile: the first step takes longer, the "
         "others less; needs a C++ compiler.",
     )
-    loss_chunks: PositiveInt = Field(
+    loss_chunks: Tokens = Field(
         1,
         description="Parts of a sequence whose logits exist at a time; 1: those of all of it.",
     )
@@ -166,17 +152,17 @@ class ModelSection(LlamaConfig, Section):
 class StepSection(Section):
     """One optimizer step."""
 
-    global_batch_size: PositiveInt = Field(
+    global_batch_size: Sequences = Field(
         8, description="Sequences per optimizer step, over all ranks and micro-batches."
     )
-    batch_size: PositiveInt | None = Field(
+    batch_size: Sequences | None = Field(
         None,
         description="Sequences per dp rank per micro-batch; none: all of its share at once, or "
         "with --pp the most that leave 2 pp micro-batches.",
     )
-    seq_len: PositiveInt = Field(256, description="Tokens per sequence.")
-    steps: PositiveInt = Field(120, description="Optimizer steps of the whole run.")
-    seed: NonNegativeInt = Field(0, description="Seed of the initial weights and the sample order.")
+    seq_len: Tokens = Field(256, description="Tokens per sequence.")
+    steps: Steps = Field(120, description="Optimizer steps of the whole run.")
+    seed: Seed = Field(0, description="Seed of the initial weights and the sample order.")
     dtype: Literal["bfloat16", "float32", "float64"] = Field(
         "float32",
         description="Compute dtype. Parameters and optimizer state are float32 (float64 with "
@@ -195,7 +181,7 @@ class OptimizerSection(Section):
         description="Shape after the warm-up. wsd stays at the peak, then falls linearly over the "
         "last fifth of the decay steps.",
     )
-    lr_decay_steps: PositiveInt | None = Field(
+    lr_decay_steps: Steps | None = Field(
         None,
         description="Step at which the minimum is reached and kept; none: --steps of the first "
         "start.",
@@ -220,21 +206,23 @@ class OptimizerSection(Section):
 class DataSection(Section):
     """Text, tokens and evaluation."""
 
-    dataset: str = Field(
+    dataset: Place = Field(
         "stdlib",
         description="stdlib (Python's own sources on this machine), a .txt, .jsonl (both also "
         ".gz or .zst) or .parquet file, a folder or glob of them, a Hugging Face dataset name, or "
         "synthetic.",
     )
-    dataset_config: str | None = Field(None, description="Configuration of a Hugging Face dataset.")
-    dataset_split: str = Field(
+    dataset_config: Text | None = Field(
+        None, description="Configuration of a Hugging Face dataset."
+    )
+    dataset_split: Text = Field(
         "train",
         description="Split of a Hugging Face dataset, or of files whose names speak of splits.",
     )
-    text_column: str = Field(
+    text_column: Text = Field(
         "text", description="Field of a .jsonl, .parquet or hub record with the text."
     )
-    tokenizer: str = Field(
+    tokenizer: Place = Field(
         "bytes",
         description="bytes (built in, 257 tokens), or the path or hub name of any fast tokenizer.",
     )
@@ -258,8 +246,12 @@ class DataSection(Section):
 class RunSection(Section):
     """The run directory and what is written there."""
 
-    run_dir: Path | None = Field(None, description="Run directory; none: runs/<recipe>.")
-    resume: str | None = Field(
+    run_dir: CleanPath | None = Field(
+        None,
+        description="Run directory; none: runs/<recipe>. Without --recipe, the config.toml in it "
+        "is the recipe.",
+    )
+    resume: Text | None = Field(
         None,
         description="The checkpoint to start from, as step-200; later ones are put aside. none: "
         "the newest whole one, as for any restart by torchrun or Slurm.",
@@ -280,12 +272,12 @@ class RunSection(Section):
         None,
         description="Save and stop this long after the start, as 3h50m; none: no limit.",
     )
-    comm_timeout: PositiveFloat = Field(
+    comm_timeout: Timeout = Field(
         600.0,
         description="Seconds without progress until the run ends with an error that names the "
-        "stuck rank.",
+        "stuck rank; from 1 to 2592000 (30 days).",
     )
-    log_every: PositiveInt = Field(10, description="Steps between logged steps.")
+    log_every: Steps = Field(10, description="Steps between logged steps.")
     fingerprint_steps: NonNegativeInt = Field(
         0,
         description="First steps whose tokens, weights, activations, gradients are fingerprinted "
@@ -296,31 +288,43 @@ class RunSection(Section):
         description="Steps that every rank records, as 10-12: a Chrome trace, and on CUDA a memory "
         "snapshot, in profile/ of the run directory; none: no steps.",
     )
-    calibration: Path | None = Field(
+    calibration: CleanPath | None = Field(
         None,
         description="Constants of this machine, as recipes.plan --calibrate writes them, for the "
         "step time that is planned; none: those of the table of GPUs, where it knows this one.",
     )
     wandb: Literal["auto", "online", "offline", "disabled"] = Field(
         "auto",
-        description="auto: online where an API key is configured, else offline. Never prompts.",
+        description="auto: as WANDB_MODE says, else online where an API key is configured, else "
+        "offline. Never prompts.",
     )
-    wandb_project: str = Field("parallel-recipes", description="wandb project.")
+    wandb_project: Text | None = Field(
+        None, description="wandb project; none: WANDB_PROJECT, else parallel-recipes."
+    )
+    wandb_name: Text | None = Field(
+        None, description="Name of the run on wandb; none: WANDB_NAME, else one of wandb's."
+    )
+    wandb_group: Text | None = Field(
+        None, description="Group of the run on wandb; none: WANDB_RUN_GROUP, else no group."
+    )
+    wandb_tags: list[Text] | None = Field(
+        None, description="Tags of the run on wandb; none: WANDB_TAGS, else no tags."
+    )
 
 
 class Config(Section):
     """A whole run."""
 
-    recipe: str = Field(
+    recipe: Place = Field(
         "debug", description="A recipe of recipes/ by name, or the path of a TOML file."
     )
-    config_json: Annotated[Path | None, tyro.conf.arg(name="model-config")] = Field(
+    config_json: Annotated[CleanPath | None, tyro.conf.arg(name="model-config")] = Field(
         None,
         exclude=True,
         description="A Hugging Face config.json (or its directory) with the model's dimensions; "
         "none: the recipe's.",
     )
-    init_from: Path | None = Field(
+    init_from: CleanPath | None = Field(
         None,
         exclude=True,
         description="A directory with a Hugging Face Llama (config.json, safetensors, and its "
@@ -333,6 +337,14 @@ class Config(Section):
     optimizer: OptimizerSection = Field(default_factory=OptimizerSection)
     data: DataSection = Field(default_factory=DataSection)
     run: RunSection = Field(default_factory=RunSection)
+
+    # Whether the command line states --warmup-steps, which a few --steps then contradict.
+    _warmup_given: bool = PrivateAttr(False)
+
+    @property
+    def warmup_given(self) -> bool:
+        """Whether ``--warmup-steps`` is of the command line, and not of the recipe."""
+        return self._warmup_given
 
     @property
     def run_dir(self) -> Path:
@@ -367,22 +379,43 @@ def _nested(schema: type[BaseModel], key: str) -> type[BaseModel] | None:
     return next((k for k in kinds if isinstance(k, type) and issubclass(k, BaseModel)), None)
 
 
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 200 else f"{text[:200]}..."
+
+
+def unknown_key(schema: type[BaseModel], location: tuple[str | int, ...]) -> str:
+    """What is said of a key that ``schema`` has not."""
+    key = str(location[-1])
+    for part in location[:-1]:
+        schema = _nested(schema, part) or schema
+    if instead := {"config_json": "--model-config", "init_from": "--init-from"}.get(key):
+        return f"unknown key {key!r}: use {instead}"
+    fields = getattr(schema, "model_fields", {})
+    known = [name for name, field in fields.items() if not field.exclude]
+    near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
+    name, hint = key.replace("-", "_"), f"known keys: {', '.join(known)}"
+    tables = {table: nested for table in Config.model_fields if (nested := _nested(Config, table))}
+    table = next((table for table, nested in tables.items() if name in nested.model_fields), None)
+    if table and name not in known and schema in (Config, *tables.values()):
+        hint = f"it belongs to table [{table}]"
+    elif near:
+        hint = f"did you mean {near[0]!r}?"
+    return f"unknown key {'.'.join(map(str, location))!r}: {hint}"
+
+
 def _one_line(error: ValidationError, schema: type[BaseModel]) -> str:
     """The first fault of a validation as one line; an unknown key names the nearest known one."""
     fault = error.errors()[0]
     location = fault["loc"]
     if fault["type"] == "extra_forbidden":
-        for part in location[:-1]:
-            schema = _nested(schema, part) or schema
-        known = getattr(schema, "model_fields", {})
-        near = difflib.get_close_matches(str(location[-1]), known, n=1, cutoff=0.5)
-        hint = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(known)}"
-        return f"unknown key {'.'.join(map(str, location))!r}: {hint}"
+        return unknown_key(schema, location)
     message = fault["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
-    message = f"{message}, not {fault['input']!r}"
+    if fault["type"] != "value_error":
+        message = f"{message}, not {_shown(fault['input'])}"
     if nested := _nested(schema, location[0]):
         if len(location) == 1 and nested is not RopeScaling:
-            return f"table [{location[0]}] must hold keys, not {fault['input']!r}"
+            return f"table [{location[0]}] must hold keys, not {_shown(fault['input'])}"
         # The fields of a nested value are no flags; the value is one.
         inner = ".".join(map(str, location[1:]))
         return f"{flag(location[0])} {inner + ': ' if inner else ''}{message}"

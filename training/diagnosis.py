@@ -21,6 +21,7 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 
 from parallel.mesh import Ranks
 from training.run_dir import RunDir, rank_ranges
+from training.secrets import masked
 
 REPO = Path(__file__).parent.parent
 # Of each group: a device may have thousands of collectives queued behind the one that is stuck.
@@ -60,7 +61,8 @@ class Diagnosis:
             lost_peer: it was raised by a collective that a peer has left.
         """
         try:
-            said, text = str(error), "".join(traceback.format_exception(error))
+            said = masked(str(error))
+            text = masked("".join(traceback.format_exception(error)))
         except Exception:  # of an error that cannot say what it is
             said = text = "an error without words"
         frames = [(frame, line) for frame, line in traceback.walk_tb(error.__traceback__)][::-1]

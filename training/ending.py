@@ -19,13 +19,14 @@ from parallel.mesh import Ranks
 from planner.prediction import Prediction
 from training.checkpoint import CheckpointError, Progress
 from training.checkpoint_dir import read_checkpoint_state
-from training.config import Config, seconds
+from training.config import Config
 from training.diagnosis import Diagnosis
 from training.heartbeat import Heartbeat, Stall
 from training.loop import SIGNAL, TIME, NonFiniteError
 from training.reporter import Reporter, duration, say
 from training.run_dir import RunDir, rank_logger
-from training.start import describe
+from training.start import describe, git_commit
+from training.values import seconds
 
 # Training and heartbeat may both find that the run has failed; neither ends it while one speaks.
 _speaking = threading.Lock()
@@ -71,10 +72,16 @@ def reporting(
     try:
         if ranks.rank == 0:
             first = read_checkpoint_state(checkpoint)["step"] if checkpoint else 0
+            about = {
+                "layout_name": layout.name,
+                "world_size": layout.world_size,
+                "num_parameters": config.model.num_parameters,
+                "git_commit": git_commit(),
+            }
             reporter = Reporter(
                 run,
                 config.run,
-                config_dump=config.model_dump(mode="json") | {"layout_name": layout.name},
+                config_dump=config.model_dump(mode="json") | about,
                 first_step=first,
                 steps=config.step.steps,
             )

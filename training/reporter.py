@@ -11,6 +11,7 @@ from training.config import RunSection
 from training.files import append_line, sync
 from training.metrics import finite
 from training.run_dir import RunDir
+from training.secrets import masked
 from training.wandb_run import WandbRun
 
 
@@ -38,7 +39,7 @@ def say(text: str, stream: TextIO) -> None:
     What a job prints is often redirected to the disk that is full, or to a reader that has gone.
     """
     with contextlib.suppress(OSError):
-        print(text, file=stream, flush=True)
+        print(masked(text), file=stream, flush=True)
 
 
 class Reporter:

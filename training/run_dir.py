@@ -22,6 +22,7 @@ from typing import Literal
 from training.checkpoint_dir import complete_checkpoints
 from training.config import ConfigError
 from training.files import write_atomic
+from training.secrets import masked
 
 State = Literal["running", "finished", "stopped", "failed"]
 LOGGER = "parallel_recipes"
@@ -182,12 +183,16 @@ class RunDir:
         last = starts[-1] if isinstance(starts, list) and starts else None
         return isinstance(last, dict) and launch_id in last.get("launch", ())
 
-    def wandb_id(self) -> str:
-        """The id of this run on wandb: the same after a resume, a new one in a copied directory."""
+    def wandb_id(self, given: str | None = None) -> str:
+        """The id of this run on wandb: the same after a resume, a new one in a copied directory.
+
+        ``given`` is the one that the environment asks for; it is that of the run from then on.
+        """
         run = self._read_run()
         here = str(self.path.resolve())
-        if not run.get("wandb_id") or run.get("wandb_path") != here:
-            run["wandb_id"] = "".join(secrets.choice(_ID_LETTERS) for _ in range(10))
+        same = run.get("wandb_id") and run.get("wandb_path") == here
+        if not same or given not in (None, "", run["wandb_id"]):
+            run["wandb_id"] = given or "".join(secrets.choice(_ID_LETTERS) for _ in range(10))
             run["wandb_path"] = here
             write_atomic(self.run_json, json.dumps(run, indent=1) + "\n")
         return run["wandb_id"]
@@ -221,7 +226,7 @@ class RunDir:
         """
         try:
             os.close(os.open(self._failed_marker, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))
-            self._write_status("failed", {"rank": rank, "step": step, "error": error})
+            self._write_status("failed", {"rank": rank, "step": step, "error": masked(error)})
         except FileExistsError:
             return False
         except OSError as fault:
@@ -253,6 +258,11 @@ class RunDir:
                 write_atomic(path, new.decode("utf-8"))
 
 
+class _MaskingFormatter(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        return masked(super().format(record))
+
+
 def rank_logger(run_dir: RunDir, rank: int) -> logging.Logger:
     """The logger of this process. It writes to its rank's own file, so that ranks never mix."""
     # A log that cannot be written, on a full disk, must not fill the terminal with its own errors.
@@ -268,7 +278,8 @@ def rank_logger(run_dir: RunDir, rank: int) -> logging.Logger:
     except OSError:
         # What is logged is often that the disk takes nothing more; that must reach the terminal.
         handler = logging.NullHandler()
-    handler.setFormatter(logging.Formatter(f"%(asctime)s rank={rank} %(levelname)s %(message)s"))
+    line = f"%(asctime)s rank={rank} %(levelname)s %(message)s"
+    handler.setFormatter(_MaskingFormatter(line))
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
     logger.propagate = False

@@ -35,6 +35,7 @@ from training.files import write_atomic
 from training.loop import batch_loss
 from training.reporter import say
 from training.run_dir import RunDir, rank_logger, rank_ranges
+from training.secrets import masked
 from training.text_files import DataError
 from training.tokenizer import GENERATION, TOKENIZER, Tokenizer, generation_settings, load_tokenizer
 from training.tokens import prepare_tokens
@@ -241,7 +242,8 @@ def begin_run(
     rank_logger(run, ranks.rank).info("started on %s as %s", socket.gethostname(), ranks.device)
 
 
-def _git_commit() -> str | None:
+def git_commit() -> str | None:
+    """The commit that this code is of; None where it is in no repository."""
     with contextlib.suppress(OSError, subprocess.CalledProcessError):
         here = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
         return subprocess.run(here, capture_output=True, text=True, check=True).stdout.strip()
@@ -260,8 +262,8 @@ def _start_record(layout: Layout, ranks: Ranks, hosts: list[str]) -> dict:
         "versions": {
             name: version(name) for name in ("torch", "numpy", "datasets", "transformers")
         },
-        "git_commit": _git_commit(),
-        "command": sys.argv,
+        "git_commit": git_commit(),
+        "command": [masked(word) for word in sys.argv],
         "launch": launch_ids(),
     }
 

@@ -10,13 +10,19 @@ import io
 import json
 import math
 import os
+import shlex
 import struct
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from training.config import RunSection
+from training.config import ConfigError, RunSection
 from training.run_dir import RunDir
+from training.secrets import masked
+
+PROJECT = "parallel-recipes"
+# Spellings of WANDB_MODE that wandb takes, and what they mean here.
+MODES = {"run": "online", "shared": "online", "dryrun": "offline"}
 
 Key = tuple[str, int]  # "train" or "eval", and the step
 
@@ -89,16 +95,67 @@ def wandb_key_configured() -> bool:
     return False
 
 
+def wandb_mode(flag: str) -> str:
+    """``online``, ``offline`` or ``disabled``: the flag's, else the environment's, else by the key.
+
+    Raises:
+        ConfigError: in one line, if the environment asks for what there is not.
+    """
+    asked, source = flag, f"--wandb {flag}"
+    if flag == "auto":
+        if os.environ.get("WANDB_DISABLED", "").lower() in ("true", "1", "yes", "on"):
+            return "disabled"
+        variable = os.environ.get("WANDB_MODE") or "auto"
+        asked, source = MODES.get(variable.lower(), variable.lower()), f"WANDB_MODE={variable}"
+    if asked not in ("auto", "online", "offline", "disabled"):
+        raise ConfigError(f"{source} is no mode of wandb: use online, offline or disabled")
+    if asked == "online" and not wandb_key_configured():
+        raise ConfigError(
+            f"{source} needs an API key and finds none: set WANDB_API_KEY, "
+            "run 'wandb login', or use --wandb offline"
+        )
+    if asked == "auto":
+        return "online" if wandb_key_configured() else "offline"
+    return asked
+
+
+def wandb_project(flag: str | None) -> str:
+    """The project on wandb: the flag's, else the environment's, else ours."""
+    return flag or os.environ.get("WANDB_PROJECT") or PROJECT
+
+
+def _unless_set(ours: dict) -> dict:
+    """Those of our settings of wandb that no variable of the environment states."""
+    return {k: v for k, v in ours.items() if not os.environ.get(f"WANDB_{k.upper()}")}
+
+
+def sync_command(folder: Path, wandb_id: str, run_dir: Path) -> str:
+    """The command that uploads every start of a run that is not on the server yet.
+
+    ``folder`` is wandb's own. It skips what it has uploaded before; in a folder that other runs
+    share, only this run is named.
+    """
+    own = folder.resolve().is_relative_to(run_dir.resolve())
+    starts = "" if own else f"/offline-run-*-{wandb_id}"
+    return f"wandb sync {shlex.quote(str(folder))}{starts}"
+
+
 class WandbRun:
     """The run on wandb. What goes wrong there costs its curve, never the training."""
 
     def __init__(self, run_dir: RunDir, run: RunSection, config: dict, say: Callable[[str], None]):
         self._run_dir, self._say = run_dir, say
-        self._init = {"project": run.wandb_project, "config": config, "dir": run_dir.path}
-        online = run.wandb == "online" or (run.wandb == "auto" and wandb_key_configured())
-        modes = ["online", "offline"] if online else ["offline"]
-        self._modes = [] if run.wandb == "disabled" else modes
-        self._run = None
+        given = {"name": run.wandb_name, "group": run.wandb_group, "tags": run.wandb_tags}
+        self._init = {key: value for key, value in given.items() if value}
+        self._init |= {"project": wandb_project(run.wandb_project), "config": config}
+        self._init |= _unless_set({"dir": run_dir.path, "resume": "allow"})
+        self._modes, self._run = [], None
+        try:
+            mode = wandb_mode(run.wandb)
+        except ConfigError:  # refused before a training starts, on the rank that opens this
+            mode = "online"
+        if mode != "disabled":
+            self._modes = ["online", "offline"] if mode == "online" else ["offline"]
         self._open_next()
 
     def _open_next(self) -> None:
@@ -111,9 +168,7 @@ class WandbRun:
 
     def _give_up(self, what: str, error: Exception) -> None:
         self._run = None
-        reason = (str(error).splitlines() or [""])[0]
-        if key := os.environ.get("WANDB_API_KEY"):
-            reason = reason.replace(key, "***")
+        reason = masked((str(error).splitlines() or [""])[0])
         with contextlib.suppress(Exception):
             # Its service holds the id of a run that failed; the next one needs the same id.
             sys.modules["wandb"].teardown(exit_code=1)
@@ -131,17 +186,20 @@ class WandbRun:
             # The service of the process that started this one, which may be gone, is not ours.
             os.environ.pop("WANDB_SERVICE", None)
             # create_new: never hand back a run that this process has opened before.
-            settings = wandb.Settings(**quiet, **private, **bounded, reinit="create_new")
-            same = {"id": self._run_dir.wandb_id(), "resume": "allow"}
-            run = wandb.init(mode=mode, settings=settings, **same, **self._init)
+            ours = _unless_set(quiet | private | bounded)
+            settings = wandb.Settings(**ours, reinit="create_new")
+            wandb_id = self._run_dir.wandb_id(os.environ.get("WANDB_RUN_ID"))
+            run = wandb.init(mode=mode, settings=settings, id=wandb_id, **self._init)
             # wandb's own counter counts rows; ours is the axis.
             run.define_metric("*", step_metric="step")
-        history = read_history(Path(self._run_dir.path, "wandb"), run.id)
+        folder = Path(run.dir).parent.parent
+        history = read_history(folder, run.id)
         self._known, self._non_finite_steps = {_key(row) for row in history if "step" in row}, 0
         # A server knows where its counter stands; offline, each start would begin at 0 again.
         last = max((row["_step"] for row in history if "_step" in row), default=-1)
         self._next_row = last + 1 if mode == "offline" else None
-        offline = f"offline, upload with: wandb sync {Path(run.dir).parent}"
+        command = sync_command(folder, run.id, self._run_dir.path)
+        offline = f"offline, upload with: {command}"
         self._say(f"wandb: {offline if mode == 'offline' else run.url}")
         # What a killed process had logged and wandb not yet written.
         logged = [_lines(self._run_dir.metrics_jsonl), _lines(self._run_dir.eval_jsonl)]

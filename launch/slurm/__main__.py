@@ -13,7 +13,6 @@ import re
 import shlex
 import subprocess
 import sys
-import tomllib
 from pathlib import Path
 
 from pydantic import Field
@@ -21,12 +20,18 @@ from pydantic import Field
 from launch.preflight import parse_command as preflight_command
 from parallel.layout import Launch, LayoutError, layout_flags, parse_layout
 from training.checks import check_ahead, check_resume, find_checkpoint
-from training.command_line import Parser, parse_flags, positive
+from training.command_line import Parser, parse_flags, positive, read_toml
 from training.config import Config, ConfigError, Section
+from training.secrets import has_credentials, is_secret, masked
+from training.values import CleanPath
 
 HERE = Path(__file__).parent
 REPO = HERE.parent.parent
 SITE = HERE / "site.toml"
+EXPORT = (
+    "the script is a file that others may read. Export it where you submit (sbatch passes the "
+    "environment on), or name the variable alone in --sbatch export=ALL,NAME"
+)
 # An allocation for a person's shell has no output file and nothing to requeue.
 BATCH_ONLY = ("output", "open-mode", "requeue", "signal")
 
@@ -36,7 +41,7 @@ class Site(Section):
 
     sbatch: dict[str, str | int | bool] = Field(default_factory=dict)
     modules: list[str] = Field(default_factory=list)
-    activate: Path | None = None
+    activate: CleanPath | None = None
     env: dict[str, str] = Field(default_factory=dict)
     container_image: str | None = None
     container_mounts: list[str] = Field(default_factory=list)
@@ -51,17 +56,19 @@ def read_site(path: Path) -> Site:
     if path == SITE and not path.exists():
         return Site()
     try:
-        with path.open("rb") as f:
-            site = Site(**tomllib.load(f))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"--site {path}: {error}") from None
-    except ConfigError as error:
+        site = Site(**read_toml(path)[1])
+    except (OSError, ConfigError) as error:
         raise ConfigError(f"--site {path}: {error}") from None
     if site.activate and not (REPO / site.activate).is_file():
         raise ConfigError(f"--site {path}: activate: there is no file {REPO / site.activate}")
-    for name in site.env:
+    for name, value in site.env.items():
         if not re.fullmatch(r"[A-Za-z_]\w*", name):
             raise ConfigError(f"--site {path}: env: {name!r} is no name of a variable")
+        if is_secret(name) or has_credentials(value):
+            raise ConfigError(f"--site {path}: env: {name} is a secret: {EXPORT}")
+    if has_credentials(site.container_image or ""):
+        raise ConfigError(f"--site {path}: container_image holds a password: {EXPORT}")
+    site.container_mounts = [os.path.expanduser(mount) for mount in site.container_mounts]
     return site
 
 
@@ -182,6 +189,8 @@ def sbatch_options(template: str, options: argparse.Namespace, site: Site, name:
     if "no-requeue" in found:
         del found["requeue"]
     for key, value in found.items():
+        if has_credentials(value):
+            raise ConfigError(f"--sbatch {key} holds a secret: {EXPORT}")
         if "\n" in value or not re.fullmatch(r"[a-z][a-z0-9-]*", key):
             raise ConfigError(f"--sbatch {key}={value!r} is no option of sbatch")
     if not found.get("job-name") or "/" in found["job-name"]:
@@ -240,7 +249,7 @@ def render(
     sbatch = sbatch_options(script, options, site, name)
     body = [line for line in script.splitlines() if not line.startswith("#SBATCH")]
     start = body.index("set -euo pipefail")
-    command = shlex.join(["python", "-m", "launch.slurm", *argv]).replace("\n", " ")
+    command = masked(shlex.join(["python", "-m", "launch.slurm", *argv])).replace("\n", " ")
     head = ["#!/bin/bash", f"# Written by: {command}"]
     head += [f"#SBATCH {word}" for word in as_words(sbatch)]
     script = "\n".join([*head, *body[start:]]) + "\n"
@@ -274,6 +283,11 @@ def main(argv: list[str]) -> int:
     """The command; its exit code."""
     try:
         options, train_flags = parse_command(argv)
+        if not (HERE.parents[1] / "pyproject.toml").is_file():
+            raise ConfigError(
+                f"this is an installed copy in {HERE.parents[1]}, and a job starts in the "
+                "repository: clone it where the nodes see it, and run this there (pip install -e .)"
+            )
         if Path.cwd() != REPO:
             raise ConfigError(f"the paths of a run start in the repository: cd {REPO}")
         site = read_site(options.site)
