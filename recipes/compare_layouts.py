@@ -171,7 +171,7 @@ def plan_runs(
     Sets ``options.out`` where it is not given.
 
     Raises:
-        ConfigError: in one line, naming the layout. SystemExit: from tyro, which has said more.
+        ConfigError: in one line, naming the layout. SystemExit: with 0, for --help.
     """
     # A curve has a point at every step unless the user says otherwise.
     common = ["--log-every", "1", *train_flags]

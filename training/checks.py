@@ -225,7 +225,6 @@ def refuse(message: str, launch: Launch, program: str = "train_llm.py") -> None:
     """
     if launch.rank != 0:
         time.sleep(10)
-        message = message or "bad command line; rank 0 says more"
         message = f"rank {launch.rank} on {socket.gethostname()}: {message}"
     if launch.local_rank == 0 and message:
         print(f"{program}: error: {message}", file=sys.stderr, flush=True)
@@ -288,10 +287,6 @@ def read_config(
         layout = check(config, launch)
     except (ConfigError, LayoutError) as error:
         refuse(str(error), launch, program)
-    except SystemExit as leaving:
-        if leaving.code:
-            refuse("", launch, program)  # tyro has printed its report on rank 0
-        raise
     return config, layout, launch, checkpoint
 
 

@@ -7,7 +7,9 @@ import argparse
 import contextlib
 import difflib
 import io
+import itertools
 import json
+import os
 import re
 import sys
 import tomllib
@@ -286,32 +288,68 @@ def _note_assumed(source: str, assumed: dict, model: ModelSection) -> None:
         )
 
 
+def _check_no_tokenizer(config: Config, console: bool) -> None:
+    """Of an ``--init-from`` without tokenizer.json, where no other tokenizer is named.
+
+    Raises:
+        ConfigError: if it has a tokenizer, in another format.
+    """
+    source = config.init_from
+    for name in OTHER_FORMATS:
+        if os.path.lexists(source / name):
+            raise ConfigError(
+                f"--init-from {source} has its tokenizer in {name} and not in tokenizer.json: "
+                f'write one with transformers, AutoTokenizer.from_pretrained("{source}")'
+                '.save_pretrained("DIR"), and name it with --tokenizer DIR'
+            )
+    if console:
+        print(
+            f"--init-from {source} holds no tokenizer.json: its weights are trained with "
+            f"--tokenizer {config.data.tokenizer} of the recipe",
+            file=sys.stderr,
+        )
+
+
+def _parse(argv: list[str], defaults: Config, console: bool) -> Config:
+    """What tyro makes of the flags; its report of a bad one, a box of many lines, in one line."""
+    report = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(report):
+            return tyro.cli(
+                Config,
+                args=argv,
+                default=defaults,
+                prog="train_llm.py",
+                description="Pretrain a Llama on a mesh of data-, context- and tensor-parallel "
+                "ranks. Defaults are those of the chosen recipe.",
+                config=(tyro.conf.OmitArgPrefixes,),
+                registry=_registry,
+                console_outputs=console,
+            )
+    except SystemExit as leaving:
+        if not leaving.code:
+            raise
+    lines = [line.strip("│ ") for line in report.getvalue().splitlines()]
+    said = itertools.takewhile(lambda line: not line.startswith("──"), lines[1:])
+    text = " ".join(said) or "bad command line; rank 0 says more"
+    if meant := re.search(r"Perhaps you meant:[│\s]*(--[\w-]+)", report.getvalue()):
+        text = f"{text}; did you mean {meant[1]}?"
+    raise ConfigError(f"{text} (--help lists all flags)")
+
+
 def parse_flags(argv: list[str], console: bool = True) -> Config:
     """Turn a command line into a config; nothing is checked yet beyond each value's own range.
 
     Raises:
-        ConfigError: for a bad recipe or a value out of range.
-        SystemExit: from tyro, for ``--help`` (0) and for what it cannot parse (2, and it says so).
+        ConfigError: for a bad recipe, what is no flag, or a value out of range.
+        SystemExit: with 0, for ``--help``.
     """
     _check_words(argv)
     defaults = _load_defaults(argv, console)
     if (_early_flag(argv, "--dataset") or defaults.data.dataset) != defaults.data.dataset:
         defaults.data.dataset_config = None  # that of the recipe is one of its own dataset
     source, stated, assumed = _take_hf_config(argv, defaults)
-    # tyro's console_outputs leaves its report of a bad value on.
-    quiet = contextlib.nullcontext() if console else contextlib.redirect_stderr(io.StringIO())
-    with quiet:
-        config = tyro.cli(
-            Config,
-            args=argv,
-            default=defaults,
-            prog="train_llm.py",
-            description="Pretrain a Llama on a mesh of data-, context- and tensor-parallel ranks. "
-            "Defaults are those of the chosen recipe.",
-            config=(tyro.conf.OmitArgPrefixes,),
-            registry=_registry,
-            console_outputs=console,
-        )
+    config = _parse(argv, defaults, console)
     config._warmup_given = _early_flag(argv, "--warmup-steps") is not None
     for key, value in stated.items():
         now = config.data.tokenizer if key == "tokenizer" else getattr(config.model, key)
@@ -320,19 +358,6 @@ def parse_flags(argv: list[str], console: bool = True) -> Config:
             print(f"{flag(key)} {now} overrides {value} of {source}", file=sys.stderr)
     if console:
         _note_assumed(source, assumed, config.model)
-    own = stated.get("tokenizer") or _early_flag(argv, "--tokenizer")
-    if config.init_from and not own:
-        there = [name for name in OTHER_FORMATS if (config.init_from / name).exists()]
-        if there:
-            raise ConfigError(
-                f"--init-from {config.init_from} has its tokenizer in {there[0]} and not in "
-                f"tokenizer.json: write one with transformers, AutoTokenizer.from_pretrained("
-                f'"{config.init_from}").save_pretrained("DIR"), and name it with --tokenizer DIR'
-            )
-        if console:
-            print(
-                f"--init-from {config.init_from} holds no tokenizer.json: its weights are trained "
-                f"with --tokenizer {config.data.tokenizer} of the recipe",
-                file=sys.stderr,
-            )
+    if config.init_from and not (stated.get("tokenizer") or _early_flag(argv, "--tokenizer")):
+        _check_no_tokenizer(config, console)
     return config

@@ -134,7 +134,7 @@ def check_run(options: argparse.Namespace, train_flags: list[str]) -> Config:
     """Check the run, or that of each layout, as train_llm.py on the nodes would.
 
     Raises:
-        ConfigError, LayoutError: in one line. SystemExit: from tyro, which has said more.
+        ConfigError, LayoutError: in one line. SystemExit: with 0, for --help.
     """
     per_node = options.processes_per_node
     launch = Launch(0, options.nodes * per_node, 0, per_node)
