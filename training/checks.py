@@ -8,6 +8,7 @@ import sys
 import time
 from pathlib import Path
 
+from models.files import printable
 from models.hf import check_weights
 from parallel.layout import (
     Launch,
@@ -24,6 +25,7 @@ from training.checkpoint_dir import (
     DamageError,
     checkpoint_name,
     complete_checkpoints,
+    newest_checkpoint,
     read_checkpoint_state,
 )
 from training.command_line import parse_flags
@@ -172,20 +174,20 @@ def find_checkpoint(config: Config) -> Path | None:
     """The checkpoint that ``--resume`` names, or the newest one whose state can be read.
 
     Raises:
-        ConfigError: if there is none of the name.
+        ConfigError: if there is none of the name, or if the folder or what is in it exists and
+            cannot be read.
     """
     folder = RunDir(config.run_dir).checkpoints
-    found = complete_checkpoints(folder)
     if not config.run.resume:
-        return found[-1] if found else None
-    number = re.fullmatch(r"step-(\d+)", config.run.resume)
+        return newest_checkpoint(folder)
+    number = re.fullmatch(r"step-([0-9]{1,18})", config.run.resume)
     if not number:
         raise ConfigError(f"--resume {config.run.resume} is not of the form step-200")
     checkpoint = folder / checkpoint_name(int(number[1]))
     try:
         read_checkpoint_state(checkpoint)
     except DamageError as error:
-        known = ", ".join(path.name for path in found) or "none"
+        known = ", ".join(path.name for path in complete_checkpoints(folder)) or "none"
         raise ConfigError(
             f"--resume {config.run.resume}: {checkpoint} is not whole ({error}); "
             f"the checkpoints of this run are: {known}"
@@ -201,7 +203,16 @@ def check_resume(config: Config, checkpoint: Path) -> None:
     Raises:
         ConfigError: naming the first field that differs, and both values.
     """
-    saved = read_checkpoint_state(checkpoint)["identity"]
+    try:
+        saved = read_checkpoint_state(checkpoint)["identity"]
+    except DamageError as error:  # it was whole when it was found
+        raise ConfigError(f"{checkpoint} was changed while it was read ({error})") from None
+    for key in ("lr_decay_steps", "vocab_size"):
+        value = saved.get(key)
+        if value is not None and (type(value) is not int or not 0 < value < 1 << 63):
+            raise ConfigError(
+                f"{checkpoint} has a {key} that is no count: name another with --resume"
+            )
     if config.optimizer.lr_decay_steps is None:
         config.optimizer.lr_decay_steps = saved.get("lr_decay_steps")
     if config.model.vocab_size is None:
@@ -209,8 +220,8 @@ def check_resume(config: Config, checkpoint: Path) -> None:
     for key, value in identity(config).items():
         if key not in NOT_COMPARED and value != saved.get(key):
             raise ConfigError(
-                f"{flag(key)} {value} differs from the {saved.get(key)} of {checkpoint}: "
-                "use the same value, or another --run-dir"
+                f"{flag(key)} {value} differs from the {printable(str(saved.get(key)))[:200]} of "
+                f"{checkpoint}: use the same value, or another --run-dir"
             )
 
 

@@ -98,6 +98,7 @@ class Reporter:
             OSError: if the disk is still full.
         """
         while self._unwritten:
+            self._run_dir.check_held()
             append_line(*self._unwritten[0])
             del self._unwritten[0]
 
