@@ -151,7 +151,7 @@ def _check_tensor(name: str, tensor: TensorStorageMetadata, places: dict) -> Non
             continue  # of a rank that has no row of it
         boxes.append([(o, o + n) for o, n in zip(offsets, sizes, strict=True)])
         place = places.get(MetadataIndex(name, offsets))
-        if place is None or min(*offsets, *sizes, 0) < 0:
+        if place is None or min((0, *offsets, *sizes)) < 0:
             raise fault
         size = math.prod(sizes) * tensor.properties.dtype.itemsize
         if not size <= place.length <= size + _MAX_ARCHIVE_BYTES:
