@@ -21,7 +21,7 @@ from pathlib import Path
 from models.config import LlamaConfig
 from models.hf import INDEX, hf_config
 from parallel.layout import Launch, LayoutError, read_launch
-from training.checkpoint_dir import DamageError, check_file, read_checkpoint_state, read_sums
+from training.checkpoint_dir import DamageError, read_checkpoint_state
 from training.checks import refuse
 from training.command_line import Parser
 from training.config import ConfigError
@@ -51,9 +51,9 @@ def find_checkpoint(path: Path) -> Path:
     Raises:
         ConfigError: if there is none.
     """
-    if (path / "state.json").is_file():
+    if os.path.lexists(path / "state.json"):
         return path
-    if not path.is_dir():
+    if not os.path.isdir(path):
         raise ConfigError(f"{path} is no directory: name a run directory or a checkpoint in it")
     if checkpoint := RunDir(path).newest_checkpoint():
         return checkpoint
@@ -67,9 +67,11 @@ def read_identity(checkpoint: Path) -> tuple[dict, LlamaConfig]:
         ConfigError: if it cannot be read.
     """
     try:
-        identity = read_checkpoint_state(checkpoint)["identity"]
+        state = read_checkpoint_state(checkpoint)
+        identity = state["identity"]
         fields = {key: identity[key] for key in LlamaConfig.model_fields if key in identity}
         needed = {key: identity[key] for key in ("seq_len", "dtype", "tokenizer")}
+        needed["step"] = state["step"]
         return needed, LlamaConfig(**fields)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(
@@ -84,10 +86,10 @@ def check_share(checkpoint: Path, launch: Launch) -> None:
     Raises:
         ConfigError: if one is not what was written.
     """
+    from training import checkpoint_files
+
     try:
-        sums = read_sums(checkpoint)
-        for name in sorted(sums)[launch.rank :: launch.world_size]:
-            check_file(checkpoint, name, sums)
+        checkpoint_files.check_share(checkpoint, launch.rank, launch.world_size)
     except DamageError as error:
         raise ConfigError(f"{checkpoint} is damaged ({error}): name another checkpoint") from None
 
@@ -151,7 +153,7 @@ def load_tensors(checkpoint: Path, tensors: dict, **options) -> None:
             # That no_dist is meant.
             warnings.filterwarnings("ignore", "torch.distributed is disabled")
             dcp.load({"model": tensors}, storage_reader=reader, **options)
-    except (OSError, CheckpointException) as error:
+    except (OSError, DamageError, CheckpointException) as error:
         if isinstance(error, CheckpointException) and error.failures:
             error = next(iter(error.failures.values()))[0]
         raise ConfigError(
@@ -202,8 +204,13 @@ def partial_folder(checkpoint: Path, out: Path, dtype: str, max_shard_size: str)
     Its name holds a hash of what is exported and how. All processes find it without a word to each
     other, and what a killed export has left in it is of this export and need not be written again.
     """
-    metadata = (checkpoint / ".metadata").stat()
-    state = (checkpoint / "state.json").read_text(encoding="utf-8")
+    try:
+        metadata = (checkpoint / ".metadata").stat()
+        state = (checkpoint / "state.json").read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(
+            f"{checkpoint} cannot be read any more ({error.strerror}): name another checkpoint"
+        ) from None
     key = [state, metadata.st_mtime_ns, metadata.st_size, dtype, max_shard_size]
     name = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:12]
     return out.with_name(f".{out.name}.partial-{name}")
@@ -262,7 +269,7 @@ def export(
     sync(partial)
     os.rename(partial, out)
     sync(out.parent)
-    print(f"wrote step {read_checkpoint_state(checkpoint)['step']} of {path} as {dtype} to {out}")
+    print(f"wrote step {identity['step']} of {path} as {dtype} to {out}")
 
 
 def parse_command(argv: list[str]) -> argparse.Namespace:

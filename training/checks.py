@@ -27,6 +27,7 @@ from training.checkpoint_dir import (
     complete_checkpoints,
     newest_checkpoint,
     read_checkpoint_state,
+    step_of,
 )
 from training.command_line import parse_flags
 from training.config import Config, ConfigError, flag
@@ -255,14 +256,14 @@ def launch_ids() -> list[str]:
 def _note_finished(config: Config, step: int) -> None:
     """Do what a run that was killed after its last checkpoint did not come to: status and wandb."""
     run = RunDir(config.run_dir)
-    if (run.read_status() or {}).get("state") in ("running", "failed"):
-        # Held by another job, which still ends, or not writable: then it stays as it is.
-        with contextlib.suppress(ConfigError, OSError):
+    # Held by another job, which still ends, or not writable: then it stays as it is.
+    with contextlib.suppress(ConfigError, OSError):
+        if (run.read_status() or {}).get("state") in ("running", "failed"):
             run.lock()
             # Opening it fills in what it lacks.
             WandbRun(run, config.run, config.model_dump(mode="json"), print).close(exit_code=0)
             run.write_status("finished", step=step)
-        run.unlock()
+    run.unlock()
 
 
 def bare_launch() -> Launch:
@@ -308,7 +309,7 @@ def load_config(argv: list[str]) -> tuple[Config, Layout, Launch]:
     """
     config, layout, launch, checkpoint = read_config(argv)
     if checkpoint:
-        done = read_checkpoint_state(checkpoint)["step"]
+        done = step_of(checkpoint.name)
         if done >= config.step.steps:
             if launch.rank == 0:
                 _note_finished(config, done)

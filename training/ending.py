@@ -19,7 +19,7 @@ from parallel.layout import Layout
 from parallel.mesh import Ranks
 from planner.prediction import Prediction
 from training.checkpoint import CheckpointError, Progress
-from training.checkpoint_dir import checkpoint_name, read_checkpoint_state
+from training.checkpoint_dir import checkpoint_name, step_of
 from training.config import Config, seconds
 from training.diagnosis import Diagnosis
 from training.heartbeat import Heartbeat, Stall
@@ -72,7 +72,7 @@ def reporting(
     reporter, heartbeat = None, Heartbeat(ranks, config.run.comm_timeout, stalled, diagnosis)
     try:
         if ranks.rank == 0:
-            first = read_checkpoint_state(checkpoint)["step"] if checkpoint else 0
+            first = step_of(checkpoint.name) if checkpoint else 0
             reporter = Reporter(
                 run,
                 config.run,

@@ -124,11 +124,11 @@ class RunDir:
                 folder.mkdir(parents=True, exist_ok=True)
                 if not os.access(folder, os.W_OK | os.X_OK):
                     raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
-            # A link may lead to a file that is not ours to write, and to open a FIFO is to wait.
+            # A link may lead to a file that is not ours to write.
             flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
             fd = os.open(self.lock_file, flags, 0o666)
         except OSError as error:
-            at = f": {error.filename}" if error.filename else ""
+            at = ": .lock" if error.filename == str(self.lock_file) else ""
             raise ConfigError(
                 f"--run-dir {self.path} is not writable ({error.strerror}{at}): "
                 "name another directory"
@@ -303,6 +303,12 @@ class RunDir:
     @property
     def _logs(self) -> tuple[Path, ...]:
         return self.metrics_jsonl, self.eval_jsonl, self.fingerprints_jsonl
+
+    def has_logged(self) -> bool:
+        """Whether an earlier start has logged a step."""
+        with contextlib.suppress(FileNotFoundError):
+            return os.stat(self.metrics_jsonl).st_size > 0
+        return False
 
     def cut_metrics(self, step: int) -> None:
         """Drop what was logged after ``step``, and torn lines; the bytes of the others stay.

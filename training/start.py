@@ -182,8 +182,11 @@ def begin_run(
     dist.all_gather_object(hosts, socket.gethostname(), group=ranks.control)
     if ranks.rank == 0:
         try:
-            done = read_checkpoint_state(checkpoint)["step"] if checkpoint else 0
+            done = step_of(checkpoint.name) if checkpoint else 0
             if checkpoint is None:
+                if run.has_logged():
+                    text = f"{run.path} has metrics and no checkpoint: training begins anew"
+                    say(f"train_llm.py: warning: {text}", sys.stderr)
                 write_atomic(run.config_toml, to_toml(config))
             else:
                 for path in checkpoints_in(run.checkpoints):
