@@ -23,7 +23,7 @@ def readable(path: Path) -> Iterator[None]:
         return
     except OSError as error:
         raise ConfigError(
-            f"{path} cannot be read ({error.strerror}): make it readable (chmod, or its owner), "
+            f"{path} cannot be read ({error.strerror}): have its owner make it readable (chmod), "
             "or name another directory"
         ) from None
 
