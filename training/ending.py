@@ -153,7 +153,8 @@ def report_save(
     def report(fault: str | None) -> None:
         text = f"{fault}; training goes on" if fault else "checkpoints can be written again"
         logging.getLogger(LOGGER).warning(text)
-        if reporter:
+        # Where the directory is lost, no training goes on, and the end says why.
+        if reporter and not run.is_lost():
             say(f"train_llm.py: warning: {text}", sys.stderr)
             # Where nothing can be written, there is nothing to be done about that.
             with contextlib.suppress(OSError):

@@ -88,7 +88,7 @@ class Reporter:
         try:
             self.flush()
         except OSError as error:
-            if not waiting:
+            if not waiting and not self._run_dir.is_lost():
                 self.message(f"{path} cannot be written ({error.strerror}); training goes on")
 
     def flush(self) -> None:

@@ -128,10 +128,10 @@ class RunDir:
             flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
             fd = os.open(self.lock_file, flags, 0o666)
         except OSError as error:
-            at = ": .lock" if error.filename == str(self.lock_file) else ""
+            if error.errno in (errno.EISDIR, errno.ELOOP):
+                raise ConfigError(f"{self.lock_file} is no regular file: remove it") from None
             raise ConfigError(
-                f"--run-dir {self.path} is not writable ({error.strerror}{at}): "
-                "name another directory"
+                f"--run-dir {self.path} is not writable ({error.strerror}): name another directory"
             ) from None
         try:
             if not stat.S_ISREG(os.fstat(fd).st_mode):
