@@ -88,11 +88,11 @@ def main() -> None:
             profiler = Profiler(step_range(config.run.profile), run.profile, ranks)
 
         # From here on a signal means: finish the step, save, and leave.
-        stop_requested = ending.stop_requests(started, config.run.stop_after)
+        stop_requested = ending.stop_requests(started, config.run.stop_after, run, ranks)
         with collecting_together(), Checkpointer(
             run.checkpoints, model, optimizer, progress, ranks, config.run,
             identity=start.run_identity(config, data, tokenizer), started_from=checkpoint,
-            report=ending.report_save(run, ranks, reporter),
+            report=ending.report_save(run, ranks, reporter), check_held=run.check_held,
         ) as checkpointer:  # fmt: skip
             stopped = train(
                 trained, optimizer, data, progress, config, layout, ranks,

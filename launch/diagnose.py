@@ -16,6 +16,8 @@ import time
 from pathlib import Path
 
 from launch.verdict import Left, alike, collective_text, current, named, verdict, where
+from training.config import ConfigError
+from training.files import names_in
 from training.run_dir import RunDir, rank_ranges, read_object
 
 MAX_ROWS, MAX_LOGS = 30, 64
@@ -40,8 +42,10 @@ def load(path: Path, folder: str = "diagnosis") -> Left:
 
     Raises:
         FileNotFoundError: if there is no run in it.
+        ConfigError: if it cannot be read.
     """
     run = RunDir(path)
+    names_in(path)
     if not any(p.exists() for p in (run.status_json, run.run_json, run.config_toml, run.lock_file)):
         raise FileNotFoundError
     starts = (read_object(run.run_json) or {}).get("starts") or [{}]
@@ -250,6 +254,9 @@ def main(argv: list[str] | None = None) -> int:
     path = options.run_dir
     try:
         left = load(path, "diagnosis.previous" if options.previous else "diagnosis")
+    except ConfigError as error:
+        print(f"diagnose: error: {error}", file=sys.stderr)
+        return 2
     except FileNotFoundError:
         missing = "it has no status.json, run.json or config.toml"
         print(f"{path} is no run directory: {missing}", file=sys.stderr)

@@ -39,7 +39,7 @@ from recipes.export_checks import (
     resolve_out,
 )
 from recipes.run_tokenizer import load_run_tokenizer, read_generation, write_tokenizer
-from training.checkpoint_dir import DamageError, check_file, read_checkpoint_state, read_sums
+from training.checkpoint_dir import DamageError, read_checkpoint_state
 from training.checks import refuse
 from training.command_line import Parser
 from training.config import ConfigError
@@ -76,9 +76,9 @@ def find_checkpoint(path: Path) -> Path:
     Raises:
         ConfigError: if there is none.
     """
-    if (path / "state.json").is_file():
+    if os.path.lexists(path / "state.json"):
         return path
-    if not path.is_dir():
+    if not os.path.isdir(path):
         raise ConfigError(f"{path} is no directory: name a run directory or a checkpoint in it")
     if checkpoint := RunDir(path).newest_checkpoint():
         return checkpoint
@@ -111,10 +111,10 @@ def check_share(checkpoint: Path, launch: Launch) -> None:
     Raises:
         ConfigError: if one is not what was written.
     """
+    from training import checkpoint_files
+
     try:
-        sums = read_sums(checkpoint)
-        for name in sorted(sums)[launch.rank :: launch.world_size]:
-            check_file(checkpoint, name, sums)
+        checkpoint_files.check_share(checkpoint, launch.rank, launch.world_size)
     except DamageError as error:
         raise ConfigError(f"{checkpoint} is damaged ({error}): name another checkpoint") from None
 
@@ -151,7 +151,7 @@ def load_tensors(checkpoint: Path, tensors: dict, **options) -> None:
             # That no_dist is meant.
             warnings.filterwarnings("ignore", "torch.distributed is disabled")
             dcp.load({"model": tensors}, storage_reader=reader, **options)
-    except (OSError, CheckpointException) as error:
+    except (OSError, DamageError, CheckpointException) as error:
         if isinstance(error, CheckpointException) and error.failures:
             error = next(iter(error.failures.values()))[0]
         raise ConfigError(

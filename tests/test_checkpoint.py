@@ -1,12 +1,14 @@
 """Checkpoints: what is in them on any layout, what a save costs, damage, and what is never run."""
 
 import gc
+import json
 import math
 import os
 import pickle
 import shutil
 import subprocess
 import time
+from collections.abc import Callable
 from pathlib import Path
 from unittest import mock
 
@@ -390,18 +392,110 @@ def shorten_sums(folder: Path) -> None:
     (folder / "SHA256SUMS").write_text("".join(lines[:-2]))
 
 
+def rewrite(name: str, data: bytes) -> Callable[[Path], None]:
+    """Other content of a file, with the right checksum, as somebody with intent would do it."""
+
+    def damage(folder: Path) -> None:
+        sums = read_sums(folder)
+        (folder / name).write_bytes(data)
+        write_sums(folder, sums | {name: file_sum(folder / name)})
+
+    return damage
+
+
 def plant(folder: Path) -> None:
-    (folder / ".metadata").write_bytes(pickle.dumps(Mark(folder.parent / "marker")))
-    write_sums(folder, read_sums(folder) | {".metadata": file_sum(folder / ".metadata")})
+    rewrite(".metadata", pickle.dumps(Mark(folder.parent / "marker")))(folder)
 
 
-def plant_bytes(folder: Path) -> None:
-    """A tensor that the metadata calls a pickle, and the pickle in its shard."""
-    metadata = dcp.FileSystemReader(folder).read_metadata()
-    name = "model.model.norm.weight"
-    metadata.state_dict_metadata[name] = dcp.metadata.BytesStorageMetadata()
-    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
-    write_sums(folder, read_sums(folder) | {".metadata": file_sum(folder / ".metadata")})
+def state_with(**fields: str) -> Callable[[Path], None]:
+    """Other JSON, spelled out, in some fields of state.json."""
+
+    def damage(folder: Path) -> None:
+        state = json.loads((folder / "state.json").read_text())
+        text = ", ".join(f'"{k}": {fields.get(k, json.dumps(v))}' for k, v in state.items())
+        rewrite("state.json", f"{{{text}}}".encode())(folder)
+
+    return damage
+
+
+NORM = "model.model.norm.weight"
+
+
+def forge(edit: Callable[[dcp.Metadata], None]) -> Callable[[Path], None]:
+    """Other metadata."""
+
+    def damage(folder: Path) -> None:
+        metadata = dcp.FileSystemReader(folder).read_metadata()
+        edit(metadata)
+        rewrite(".metadata", pickle.dumps(metadata))(folder)
+
+    return damage
+
+
+def call_it_a_pickle(metadata: dcp.Metadata) -> None:
+    metadata.state_dict_metadata[NORM] = dcp.metadata.BytesStorageMetadata()
+
+
+def drop_a_shard(metadata: dcp.Metadata) -> None:
+    del metadata.state_dict_metadata[NORM].chunks[0]
+
+
+def repeat_a_shard(metadata: dcp.Metadata) -> None:
+    chunks = metadata.state_dict_metadata[NORM].chunks
+    chunks[-1] = chunks[0]
+
+
+def place(**fields) -> Callable[[dcp.Metadata], None]:
+    """Another place of a shard."""
+
+    def edit(metadata: dcp.Metadata) -> None:
+        key = next(key for key in metadata.storage_data if key.fqn == NORM)
+        vars(metadata.storage_data[key]).update(fields)
+
+    return edit
+
+
+def resize(size: int) -> Callable[[dcp.Metadata], None]:
+    def edit(metadata: dcp.Metadata) -> None:
+        metadata.state_dict_metadata[NORM].size = torch.Size([size])
+
+    return edit
+
+
+def add_sum(line: str) -> Callable[[Path], None]:
+    def damage(folder: Path) -> None:
+        with (folder / "SHA256SUMS").open("a") as f:
+            f.write(line + "\n")
+
+    return damage
+
+
+def replace_by_fifo(name: str) -> Callable[[Path], None]:
+    def damage(folder: Path) -> None:
+        (folder / name).unlink()
+        os.mkfifo(folder / name)
+
+    return damage
+
+
+def replace_by_link(folder: Path) -> None:
+    """The same content, elsewhere."""
+    shard(folder).rename(folder.parent / "elsewhere")
+    (folder / "__0_0.distcp").symlink_to(folder.parent / "elsewhere")
+
+
+def grow_shard(folder: Path) -> None:
+    os.truncate(shard(folder), 1 << 40)
+
+
+# In pickle's own letters. A key whose hash takes 2**60 steps, a memo of 2**32 places, tuples of
+# tuples that are too many for C's stack.
+ENDLESS_KEY = b"\x80\x04})" + b"\x94h\x00\x86\x94h\x01\x86" + b"".join(
+    b"\x94h%c\x86" % (2 + i) for i in range(60)
+) + b"K\x01s."  # fmt: skip
+ENDLESS_NAME = b"\x80\x04\x8c\x13torch.serialization\x8c\x0b_get_layout\x93" + (
+    ENDLESS_KEY[3:-4] + b"\x85R."
+)
 
 
 DAMAGE = {
@@ -417,8 +511,50 @@ DAMAGE = {
     "sums flipped": (lambda f: flip(f, "SHA256SUMS"), ""),
     "sums shortened": (shorten_sums, "SHA256SUMS does not name"),
     "malicious metadata": (plant, ".metadata names posix.mkdir, which no checkpoint needs"),
-    "malicious entry": (plant_bytes, "BytesStorageMetadata, which no checkpoint needs"),
-}
+    "malicious entry": (forge(call_it_a_pickle), "BytesStorageMetadata, which no checkpoint needs"),
+    "endless key": (rewrite(".metadata", ENDLESS_KEY), ".metadata cannot be read (TypeError)"),
+    "endless name": (rewrite(".metadata", ENDLESS_NAME), ".metadata cannot be read (TypeError)"),
+    "huge memo": (rewrite(".metadata", b"\x80\x04)r\xff\xff\xff\xff."), "read (KeyError)"),
+    "deep marks": (rewrite(".metadata", b"\x80\x04" + b"(" * 10**7), ".metadata is nested too"),
+    "deep tuples": (
+        rewrite(".metadata", b"\x80\x04})" + b"\x85" * 10**6 + b"K\x01s."), "cannot be read",
+    ),
+    "large metadata": (rewrite(".metadata", bytes(1 << 26)), ".metadata has more than the"),
+    "shard not described": (forge(drop_a_shard), f"does not say where all of {NORM} is"),
+    "shard described twice": (forge(repeat_a_shard), f"does not say where all of {NORM} is"),
+    "huge tensor": (forge(resize(1 << 50)), f"does not say where all of {NORM} is"),
+    "negative tensor": (forge(resize(-8)), f"does not say where all of {NORM} is"),
+    "place outside": (forge(place(relative_path="../x.distcp")), "does not name ../x.distcp"),
+    "place before": (forge(place(offset=-1)), "has a place that is none"),
+    "place beyond": (forge(place(offset=1 << 40)), "_0.distcp has less than"),
+    "place too long": (forge(place(length=1 << 40)), f"does not say where all of {NORM} is"),
+    "place no number": (forge(place(length="9")), "has a place that is none"),
+    "place unpacked": (forge(place(transform_descriptors=["zstd"])), "has a place that is none"),
+    "sum of a device": (add_sum("0" * 64 + "  /dev/zero"), "names no file of it"),
+    "sum outside": (add_sum("0" * 64 + "  ../../x"), "names no file of it"),
+    "sum of a folder": (add_sum("0" * 64 + "  .."), "names no file of it"),
+    "sum of letters": (add_sum("\x1b[2J" + "0" * 61 + "  x"), "\\x1b[2J000"),
+    "sum twice": (add_sum("0" * 64 + "  .metadata"), "SHA256SUMS names .metadata twice"),
+    "sum of a stranger": (add_sum("0" * 64 + "  core.7"), "SHA256SUMS names core.7, of which"),
+    "sums a FIFO": (replace_by_fifo("SHA256SUMS"), "SHA256SUMS is no regular file"),
+    "sums too large": (lambda f: os.truncate(f / "SHA256SUMS", 1 << 40), "SHA256SUMS has more"),
+    "state a FIFO": (replace_by_fifo("state.json"), "state.json is no regular file"),
+    "shard a FIFO": (replace_by_fifo("__0_0.distcp"), "__0_0.distcp is no regular file"),
+    "shard a link": (replace_by_link, "__0_0.distcp is no regular file"),
+    "shard too large": (grow_shard, "__0_0.distcp has more than the"),
+    "state too large": (rewrite("state.json", b" " * (1 << 21)), "state.json has more than the"),
+    "state nested": (rewrite("state.json", b"[" * 10**5 + b"]" * 10**5), "is no JSON"),
+    "state a list": (rewrite("state.json", b"[1]"), "state.json is no object"),
+    **{
+        f"step {text}": (state_with(step=text), f"state.json has {said} as step")
+        for text, said in {
+            '"20"': "20", "NaN": "NaN", "-5": "-5", "1e400": "Infinity", "true": "true",
+            "2.0": "2.0", "null": "null", str(2**70): str(2**70),
+        }.items()
+    },
+    "no ranks": (state_with(world_size="0"), "state.json has 0 as world_size"),
+    "identity a list": (state_with(identity="[]"), "is no object with an identity"),
+}  # fmt: skip
 
 
 def faults(folders: list[Path]) -> list[str | None]:
@@ -428,12 +564,17 @@ def faults(folders: list[Path]) -> list[str | None]:
 def test_every_damage_is_found_by_all_ranks(ranks4, tmp_path):
     ranks4.run(save_and_change, tmp_path / "good", False)
     folders = [tmp_path / "good/step-00000001"]
-    for name, (damage, _) in DAMAGE.items():
-        folders.append(tmp_path / name.replace(" ", "-"))
+    for number, (damage, _) in enumerate(DAMAGE.values()):
+        folders.append(tmp_path / f"damaged-{number}")
         shutil.copytree(folders[0], folders[-1])
         damage(folders[-1])
+    folders.append(tmp_path / "step-00000002")
+    shutil.copytree(folders[0], folders[-1])
+    started = time.monotonic()
     found = ranks4.run(faults, folders)
+    assert time.monotonic() - started < 60  # some seconds, on a quiet machine
     assert found == [found[0]] * 4
+    assert "is of step 1, the folder's name is not" in found[0].pop()
     assert found[0][0] is None
     for (name, (_, expected)), fault in zip(DAMAGE.items(), found[0][1:], strict=True):
         assert fault and expected in fault, (name, fault)

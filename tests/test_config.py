@@ -355,7 +355,8 @@ def save(argv: list[str], step: int = 4) -> Path:
     """A run directory's checkpoint, as far as a restart looks at it before torch."""
     checkpoint = Path("run", "checkpoints", f"step-{step:08d}")
     checkpoint.mkdir(parents=True)
-    state = {"step": step, "identity": json.loads(identity_of(*argv))}
+    counts = {"step": step, "tokens": 256 * step, "skipped_steps": 0, "world_size": 1}
+    state = {**counts, "identity": json.loads(identity_of(*argv))}
     (checkpoint / "state.json").write_text(json.dumps(state))
     write_sums(checkpoint, {"state.json": file_sum(checkpoint / "state.json")})
     return checkpoint

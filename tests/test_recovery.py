@@ -6,6 +6,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -27,7 +28,7 @@ from tests.launch import (
     train,
 )
 from tests.ranks import RankError, free_port
-from tests.test_checkpoint import flip
+from tests.test_checkpoint import flip, rewrite
 from tests.torture import flags, torture
 
 TORCHRUN = ["-m", "torch.distributed.run", "--nproc-per-node", "2"]
@@ -99,15 +100,19 @@ def test_bfloat16_goes_on_bit_for_bit(launched2, tmp_path):
 # Signals and limits
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
-def test_plain_python_stops_at_a_signal_and_goes_on(number, tmp_path):
+SIGNALS = [[signal.SIGHUP, signal.SIGTERM], [signal.SIGINT, signal.SIGUSR1]]
+
+
+@pytest.mark.parametrize("numbers", SIGNALS, ids=str)
+def test_plain_python_stops_at_a_signal_and_goes_on(numbers, tmp_path):
     """One process without a launcher: it saves and exits 0, the same command finishes. Signals
     that come while it saves and leaves change nothing."""
     argv = [*SMALL, "--run-dir", tmp_path, "--steps", 3000, "--lr-decay-steps", 300]
     process = command(*argv)
     wait_until((tmp_path / "metrics.jsonl").exists, process)
     while process.poll() is None:
-        process.send_signal(number)
+        for number in numbers:
+            process.send_signal(number)
         time.sleep(0.01)
     out, err = process.communicate(timeout=60)
     assert process.returncode == 0, err
@@ -363,6 +368,74 @@ def test_a_named_checkpoint_that_is_damaged_is_refused(run_dir):
     assert "is not of the form step-200" in refused(run_dir, "--resume", "latest")
 
 
+def content(folder: Path) -> dict[str, bytes]:
+    """Every file of a run but its lock, by its path."""
+    files = [path for path in sorted(folder.rglob("*")) if path.is_file() and path.name != ".lock"]
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs the right to be another user")
+@pytest.mark.parametrize("name", ["checkpoints/step-00000004", "metrics.jsonl"])
+def test_what_may_not_be_read_is_not_taken_for_nothing(name, run_dir):
+    """A colleague's umask is no reason to begin anew over the colleague's run."""
+    with tempfile.TemporaryDirectory() as folder:  # pytest's own folders are its user's
+        os.chmod(folder, 0o755)
+        shutil.copytree(run_dir, Path(folder, "run"))
+        run_dir, before = Path(folder, "run"), content(run_dir)
+        for path in (run_dir, *run_dir.rglob("*")):
+            os.chown(path, 65534, 65534)
+        mode = (run_dir / name).stat().st_mode
+        (run_dir / name).chmod(0)
+        other = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups", sys.executable]
+        argv = [*other, "train_llm.py", *SMALL, "--run-dir", run_dir, "--steps", 6]
+        environ = os.environ | {"HOME": folder, "PARALLEL_RECIPES_CACHE": f"{folder}/cache"}
+        found = subprocess.run(
+            [*map(str, argv)], cwd=REPO, env=environ, capture_output=True, text=True
+        )
+        (run_dir / name).chmod(mode)
+        assert found.returncode == 2 and found.stderr.count("\n") == 1, found.stderr
+        assert f"{run_dir / name} cannot be read (Permission denied)" in found.stderr
+        assert content(run_dir) == before
+
+
+def test_a_run_directory_that_is_moved_stops_its_job(launched2, tmp_path):
+    """It writes nothing into the directory that another job makes at its old path."""
+    run_dir, moved = tmp_path / "run", tmp_path / "run.old"
+    argv = [*SMALL, "--run-dir", run_dir, "--log-every", 1]
+    first = command(*argv, "--steps", 10**6, "--checkpoint-every", 5)
+    wait_until(lambda: list(run_dir.glob("checkpoints/step-*")), first)
+    shutil.move(run_dir, moved)
+    train(launched2, run_dir, "--steps", 3)
+    _, err = first.communicate(timeout=60)
+    assert first.returncode == 1 and err.count("\n") == 1, err
+    assert f"error: --run-dir {run_dir} was moved or replaced" in err
+    assert steps(run_dir) == [1, 2, 3] and status(run_dir)["state"] == "finished"
+    assert not (run_dir / ".failed").exists()
+    assert [path.name for path in (run_dir / "checkpoints").iterdir()] == ["step-00000003"]
+    # What it had saved is whole, and goes on.
+    saved = int(sorted(moved.glob("checkpoints/step-*"))[-1].name[5:])
+    train(launched2, moved, "--steps", saved + 1, "--lr-decay-steps", 10**6)
+    assert steps(moved) == list(range(1, saved + 2))
+
+
+def test_steps_of_nine_digits(run_dir, launched2):
+    """They are found, are later than those of eight, and are put aside where a resume goes back."""
+    folder = run_dir / "checkpoints"
+    long = folder / "step-100000000"
+    shutil.move(folder / "step-00000004", long)
+    state = json.loads((long / "state.json").read_text()) | {"step": 10**8}
+    rewrite("state.json", json.dumps(state).encode())(long)
+    flags = ["--tp", 2, "--lr-decay-steps", 6, "--keep-checkpoints", 2]
+    text = train(launched2, run_dir, *flags, "--steps", 10**8 + 1)
+    assert f"resumed from {long}" in text
+    names = ["step-00000002", "step-100000000", "step-100000001"]
+    assert sorted(path.name for path in folder.iterdir()) == names[1:]
+    assert f"{names[2]} is finished" not in train(
+        launched2, run_dir, *flags, "--steps", 10**8 + 1, "--resume", names[1]
+    )
+    assert sorted(path.name for path in folder.iterdir()) == [*names[1:], f"{names[2]}.unused"]
+
+
 def test_resume_from_an_earlier_checkpoint(run_dir, launched2, two_checkpoints):
     """What came after it is done again, to the bit, and its checkpoint put aside."""
     text = train(launched2, run_dir, "--tp", 2, "--steps", 5, "--resume", "step-2")
@@ -403,6 +476,7 @@ def test_a_full_disk(small_disk):
     said = [line for line in err.splitlines() if line.startswith("train_llm.py: ")]
     assert "cannot be written: OSError: [Errno 28] No space left" in said[0]
     assert said[0].endswith("training goes on") and len(said) > 10
+    assert not any("step-00000030" in line and "goes on" in line for line in said)
     assert "error on rank 0" in said[-1] and "step-00000030 cannot be written" in said[-1]
     assert "step 30/30" in out and steps(run_dir) == list(range(1, 31))
     assert status(run_dir)["state"] == "failed"

@@ -1,5 +1,6 @@
 """The run directory: one job at a time, the first failure, whole files, the identity on wandb."""
 
+import errno
 import json
 import logging
 import os
@@ -8,6 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import pytest
 
@@ -242,6 +244,118 @@ def test_cut_metrics_drops_a_torn_last_line(run_dir, torn):
     run_dir.metrics_jsonl.write_bytes(b'{"step": 1}\n' + torn)
     run_dir.cut_metrics(9)
     assert run_dir.metrics_jsonl.read_bytes() == b'{"step": 1}\n'
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b'{"step": 1, "x": ' + b"[" * 10**5,
+        b'{"step": 1, "x": "\xed\xa0\x80"}',
+        b'{"step": true}',
+        b'{"step": 1e400}',
+        b'{"step": NaN}',
+        b'{"step": -5}',
+    ],
+    ids=["nested", "surrogate", "true", "infinite", "nan", "negative"],
+)
+def test_cut_metrics_drops_what_no_training_has_written(run_dir, line):
+    run_dir.metrics_jsonl.write_bytes(b'{"step": 1}\n' + line + b'\n{"step": 2}\n')
+    run_dir.cut_metrics(9)
+    assert run_dir.metrics_jsonl.read_bytes() == b'{"step": 1}\n{"step": 2}\n'
+
+
+@pytest.mark.parametrize("text", ["[1]", '{"starts": 5}', "[" * 10**5, '"' + "x" * 100, "NaN"])
+def test_a_record_of_another_kind_is_put_aside(run_dir, text):
+    run_dir.run_json.write_text(text)
+    assert run_dir.starts() == 0 and not run_dir.begun_by("job 1")
+    first = run_dir.wandb_id()
+    run_dir.record_start({"launch": 7})
+    assert run_dir.starts() == 1 and run_dir.wandb_id() == first and not run_dir.begun_by("7")
+    assert run_dir.path.joinpath("run.json.corrupt").read_text() == text
+
+
+FILES = [".lock", "run.json", "status.json", "config.toml", "metrics.jsonl", "eval.jsonl"]
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir], ids=["FIFO", "folder"])
+@pytest.mark.parametrize("name", FILES)
+def test_a_file_that_is_none_is_one_line(name, make, tmp_path):
+    make(tmp_path / name)
+    run_dir = RunDir(tmp_path)
+    with pytest.raises(ConfigError, match=f"{name} is no regular file: remove it"):
+        run_dir.lock()
+        run_dir.check_readable()
+    run_dir.unlock()
+
+
+def test_a_lock_that_leads_elsewhere_is_left_alone(tmp_path):
+    (tmp_path / "precious").write_text("mine")
+    (tmp_path / ".lock").symlink_to("precious")
+    with pytest.raises(ConfigError, match=r"\.lock is no regular file"):
+        RunDir(tmp_path).lock()
+    assert (tmp_path / "precious").read_text() == "mine"
+
+
+def broken_link(folder):
+    folder.symlink_to("nowhere")
+
+
+def link_loop(folder):
+    folder.symlink_to(folder.name)
+
+
+@pytest.mark.parametrize("below", ["run/checkpoints", "run"])
+@pytest.mark.parametrize("make", [broken_link, link_loop, Path.touch])
+def test_checkpoints_behind_something_that_is_no_folder(make, below, tmp_path):
+    (tmp_path / below).parent.mkdir(exist_ok=True)
+    make(tmp_path / below)
+    with pytest.raises(ConfigError, match=below) as refusal:
+        RunDir(tmp_path / "run").newest_checkpoint()
+    assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE, errno.EACCES, errno.ENOTCONN])
+@pytest.mark.parametrize("call", ["listdir", "lstat"])
+def test_a_disk_that_fails_holds_no_less(call, number, tmp_path, monkeypatch):
+    step = tmp_path / "checkpoints/step-00000001"
+    step.mkdir(parents=True)
+    (step / "SHA256SUMS").touch()
+
+    def fail(path, **_):
+        raise OSError(number, os.strerror(number), str(path))
+
+    run_dir = RunDir(tmp_path)
+    assert run_dir.newest_checkpoint() is None
+    monkeypatch.setattr(os, call, fail)
+    with pytest.raises(ConfigError, match=os.strerror(number)):
+        run_dir.newest_checkpoint()
+
+
+@pytest.mark.parametrize(
+    "change, lost",
+    [
+        (lambda path: path.rename(path.with_name("moved")), True),
+        (lambda path: path.parent.rename(path.parent.with_name("elsewhere")), True),
+        (lambda path: shutil.rmtree(path), True),
+        (lambda path: (path / ".lock").unlink(), True),
+        (lambda path: ((path / ".lock").unlink(), (path / ".lock").touch()), True),
+        (lambda path: path.rename(path.with_name("a")).rename(path), False),
+        (lambda path: (path / ".lock").write_text("other"), False),
+    ],
+    ids=["moved", "parent moved", "removed", "lock removed", "lock replaced", "back", "written"],
+)
+def test_a_directory_that_is_not_its_own_any_more(run_dir, change, lost):
+    other = RunDir(run_dir.path)
+    other.join()
+    assert not run_dir.is_lost() and not other.is_lost()
+    change(run_dir.path)
+    assert run_dir.is_lost() == other.is_lost() == lost
+    if lost:
+        assert other.fail(1, 3, "whatever") and run_dir.fail(0, 3, "whatever")
+        with pytest.raises(OSError, match="moved or replaced"):
+            run_dir.write_status("running")
+        assert not run_dir.status_json.exists() and not run_dir.has_failed()
+    other.unlock()
 
 
 def test_cut_metrics_closes_a_whole_last_line(run_dir):

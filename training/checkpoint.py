@@ -8,6 +8,7 @@ import contextlib
 import datetime
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -34,8 +35,8 @@ from training.checkpoint_dir import (
     write_sums,
 )
 from training.checkpoint_files import CheckpointReader, CheckpointWriter
-from training.config import RunSection
-from training.files import sync, write_atomic
+from training.config import ConfigError, RunSection
+from training.files import names_in, sync, write_atomic
 from training.optimizer import ShardedOptimizer
 
 
@@ -103,17 +104,21 @@ class Checkpointer:
         identity: dict,
         started_from: Path | None = None,
         report: Callable[[str | None], None] = lambda fault: None,
+        check_held: Callable[[], None] = lambda: None,
     ):
         """
         Args:
             folder: where the checkpoints are.
             identity: what a resumed run must have in common with this one.
             started_from: the checkpoint this start goes on from; it is never dropped.
-            report: called with why a save failed, and with None when one succeeds after that.
+            report: called with why a save failed, unless it was the last one, and with None when
+                one succeeds after that.
+            check_held: raises OSError where the folder is not that of this run any more.
         """
         self._folder, self._ranks, self._config = folder, ranks, config
         self._model, self._optimizer, self._progress = model, optimizer, progress
         self._identity, self._started_from, self._report = identity, started_from, report
+        self._check_held = check_held
         self.saved_step = progress.step if started_from else -1
         self.fault: str | None = None
         self._in_flight: tuple[int, Future] | None = None
@@ -144,7 +149,10 @@ class Checkpointer:
 
         Does nothing if this step has been saved.
         """
-        self._wait()
+        self._save(last=False)
+
+    def _save(self, last: bool) -> None:
+        self._wait(last)
         step = self._progress.step
         if self.saved_step == step:
             return
@@ -154,7 +162,9 @@ class Checkpointer:
             "mesh": dict(zip(self._ranks.mesh.mesh_dim_names, self._ranks.mesh.shape, strict=True)),
             "identity": self._identity,
         }
-        writer = CheckpointWriter(self._partial(step), lambda sums: self._commit(state, sums))
+        writer = CheckpointWriter(
+            self._partial(step), lambda sums: self._commit(state, sums), self._check_held
+        )
         if self._config.async_checkpoint:
             future = dcp.async_save(
                 tensors,
@@ -171,7 +181,7 @@ class Checkpointer:
                 future.set_exception(error)
         self._in_flight = step, future
         if future.done():
-            self._wait()
+            self._wait(last)
 
     def finish(self) -> None:
         """Return when the current step is saved.
@@ -179,12 +189,13 @@ class Checkpointer:
         Raises:
             CheckpointError: if it cannot be.
         """
-        self.save()
-        self._wait()
+        self._save(last=True)
+        self._wait(last=True)
         if self.saved_step != self._progress.step:
             raise CheckpointError(self.fault)
 
-    def _wait(self) -> None:
+    def _wait(self, last: bool = False) -> None:
+        """Return when nothing is in flight; ``last``: no training goes on after this save."""
         if self._in_flight is None:
             return
         (step, future), self._in_flight = self._in_flight, None
@@ -192,11 +203,14 @@ class Checkpointer:
             future.result()
         except CheckpointException as error:
             # The room is needed to say so in status.json.
-            shutil.rmtree(self._partial(step), ignore_errors=True)
+            with contextlib.suppress(OSError):
+                self._check_held()
+                shutil.rmtree(self._partial(step), ignore_errors=True)
             self.fault = (
                 f"{self._folder / checkpoint_name(step)} cannot be written: {_cause(error)}"
             )
-            self._report(self.fault)
+            if not last:
+                self._report(self.fault)
             return
         self.saved_step = step
         if self.fault:
@@ -208,6 +222,7 @@ class Checkpointer:
 
     def _commit(self, state: dict, sums: dict[str, str]) -> None:
         """Turn written shards into a checkpoint; on the first rank, possibly in the background."""
+        self._check_held()
         partial, final = self._partial(state["step"]), self._folder / checkpoint_name(state["step"])
         write_atomic(partial / STATE, json.dumps(state, indent=1))
         write_sums(partial, sums | {STATE: file_sum(partial / STATE)})
@@ -218,7 +233,7 @@ class Checkpointer:
         os.rename(partial, final)
         sync(final.parent)
         # From here on the checkpoint exists: what goes wrong is no failure of the save.
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, ConfigError):
             self._prune()
 
     def _prune(self) -> None:
@@ -228,12 +243,24 @@ class Checkpointer:
                     # Renamed first: a removal that is cut short must not leave half a checkpoint.
                     doomed = old.with_name(f".{old.name}.partial")
                     os.rename(old, doomed)
-                    shutil.rmtree(doomed, ignore_errors=True)
+                    _remove(doomed)
 
 
 def remove_partial(folder: Path) -> None:
-    """Remove what an interrupted save or removal left behind."""
-    for path in folder.glob(".step-*.partial"):
+    """Remove what an interrupted save or removal left behind.
+
+    Raises:
+        ConfigError: if that cannot be known.
+    """
+    for name in names_in(folder):
+        if re.fullmatch(r"\.step-[0-9]{8,}\.partial", name):
+            _remove(folder / name)
+
+
+def _remove(path: Path) -> None:
+    if path.is_symlink():
+        path.unlink()
+    else:
         shutil.rmtree(path, ignore_errors=True)
 
 
@@ -262,9 +289,12 @@ def load_checkpoint(
             known = reader.read_metadata().state_dict_metadata
             tensors["rng"] = {k: v for k, v in tensors["rng"].items() if f"rng.{k}" in known}
         dcp.load(tensors, storage_reader=reader, process_group=ranks.control)
-    except (OSError, DamageError, CheckpointException) as error:
+    except (OSError, DamageError, ConfigError, CheckpointException) as error:
         raise CheckpointError(f"{checkpoint} cannot be read: {_cause(error)}") from error
     for name, value in tensors.get("rng", {}).items():
-        (torch.cuda.set_rng_state if name.endswith("cuda") else torch.set_rng_state)(value)
+        try:
+            (torch.cuda.set_rng_state if name.endswith("cuda") else torch.set_rng_state)(value)
+        except RuntimeError as error:
+            raise CheckpointError(f"{checkpoint} holds no state for {name}") from error
     progress.step, progress.tokens = saved["step"], saved["tokens"]
     progress.skipped_steps = saved["skipped_steps"]

@@ -1,74 +1,55 @@
-"""How a checkpoint is written and read: torch.distributed.checkpoint's files, with checksums.
+"""How a checkpoint is written and read: torch.distributed.checkpoint's files, with checksums."""
 
-The metadata that DCP writes is a pickle. It is read through an unpickler that knows only the
-classes such metadata is made of, so that a checkpoint from elsewhere cannot run code.
-"""
-
-import pickle
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
+from models.files import read_bounded
 from parallel.mesh import Ranks
 from training.checkpoint_dir import (
+    STATE,
     DamageError,
     check_file,
+    file_size,
     file_sum,
+    read_checked,
     read_checkpoint_state,
     read_sums,
 )
+from training.checkpoint_metadata import METADATA, parse_metadata
+from training.config import ConfigError
 
-METADATA = ".metadata"
-_IN_METADATA = {
-    "torch.distributed.checkpoint.metadata": {
-        "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta", "TensorProperties",
-        "TensorStorageMetadata", "_MEM_FORMAT_ENCODING",
-    },
-    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
-    "torch.serialization": {"_get_layout"},
-    "torch": {"Size", *(n for n, v in vars(torch).items() if isinstance(v, torch.dtype))},
-}  # fmt: skip
-
-
-class _MetadataUnpickler(pickle.Unpickler):
-    """Builds tensors' descriptions and nothing else.
-
-    Not even DCP's BytesStorageMetadata: an entry of that kind is a pickle of its own.
-    """
-
-    def find_class(self, module: str, name: str):
-        if name not in _IN_METADATA.get(module, ()):
-            raise DamageError(f"{METADATA} names {module}.{name}, which no checkpoint needs")
-        return super().find_class(module, name)
+# 1,000 ranks with 1,000 tensors each have a third of that.
+_MAX_METADATA_BYTES = 1 << 30
 
 
 class CheckpointReader(dcp.FileSystemReader):
-    """Reads a checkpoint of :class:`CheckpointWriter`; executes nothing that is in it."""
+    """Reads a checkpoint of :class:`CheckpointWriter`; executes nothing that is in it.
+
+    Attributes:
+        sizes: once the metadata is read, the bytes that each file with shards needs, by name.
+    """
 
     def read_metadata(self, *args, **kwargs) -> Metadata:
         """The description of all tensors.
 
         Raises:
             DamageError: if it cannot be read, or holds anything but such a description.
+            OSError: from the file system.
         """
+        file_size(Path(self.path, METADATA))
         try:
-            with Path(self.path, METADATA).open("rb") as f:
-                metadata = _MetadataUnpickler(f).load()
-            # Together these say where each byte lies; nothing else of a checkpoint is a path.
-            self.files = {info.relative_path for info in metadata.storage_data.values()}
-        except DamageError:
-            raise
-        except FileNotFoundError:
-            raise DamageError(f"{METADATA} is missing") from None
-        except Exception as error:  # unpickling damaged bytes raises nearly every type
-            raise DamageError(f"{METADATA} cannot be read ({type(error).__name__})") from None
+            data = read_bounded(Path(self.path, METADATA), _MAX_METADATA_BYTES)
+        except ValueError as error:
+            raise DamageError(f"{METADATA} {error}") from None
+        metadata, self.sizes = parse_metadata(data)
         return metadata
 
 
@@ -92,11 +73,22 @@ class CheckpointWriter(dcp.FileSystemWriter):
         folder: where the files go.
         commit: called once, on the first rank, with the checksums by file name, when every rank's
             files and the metadata are written. What it raises reaches all ranks.
+        check: called on every rank before anything is written; what it raises reaches all ranks.
     """
 
-    def __init__(self, folder: Path, commit: Callable[[dict[str, str]], None]):
+    def __init__(
+        self,
+        folder: Path,
+        commit: Callable[[dict[str, str]], None],
+        check: Callable[[], None] = lambda: None,
+    ):
         super().__init__(folder)
-        self._commit = commit
+        self._commit, self._check = commit, check
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Make the folder."""
+        self._check()
+        return super().prepare_local_plan(plan)
 
     def storage_meta(self) -> StorageMeta:
         """Nothing: DCP would note the path, which a rename is about to make wrong."""
@@ -127,25 +119,54 @@ class CheckpointWriter(dcp.FileSystemWriter):
         self._commit(sums | {METADATA: file_sum(Path(self.path, METADATA))})
 
 
+def check_share(checkpoint: Path, rank: int, world_size: int) -> None:
+    """Compare this process's share of the files of a checkpoint with their checksums.
+
+    What the small files say comes first: no file is read that is not needed, or is larger than it
+    need be.
+
+    Raises:
+        DamageError: if one is not what was written.
+        ConfigError: if the file system does not let it be read.
+    """
+    sums = read_sums(checkpoint)
+    read_checkpoint_state(checkpoint)
+    read_checked(checkpoint, METADATA, sums, min(len(sums) << 23, _MAX_METADATA_BYTES))
+    reader = CheckpointReader(checkpoint)
+    reader.read_metadata()
+    needed = {STATE, METADATA, *reader.sizes}
+    if absent := sorted(needed - sums.keys()):
+        raise DamageError(f"SHA256SUMS does not name {absent[0]}")
+    if strange := sorted(sums.keys() - needed):
+        raise DamageError(f"SHA256SUMS names {strange[0]}, of which {METADATA} knows nothing")
+    for name in sorted(sums)[rank::world_size]:
+        size = reader.sizes.get(name)
+        if size is not None and file_size(checkpoint / name) > size:
+            raise DamageError(f"{name} has more than the {size:,} bytes that {METADATA} knows of")
+        check_file(checkpoint, name, sums)
+        if size is not None and file_size(checkpoint / name) < size:
+            raise DamageError(f"{name} has less than the {size:,} bytes that {METADATA} knows of")
+
+
 def find_fault(checkpoint: Path, ranks: Ranks) -> str | None:
     """What is wrong with a checkpoint, the same answer on all ranks; None if it is whole.
 
     Each rank reads its share of the files, so that this takes the time of reading the checkpoint
     once with all of them.
+
+    Raises:
+        ConfigError: on all ranks, if the file system does not let one read it.
     """
-    fault = None
+    fault = refusal = None
     try:
-        sums = read_sums(checkpoint)
-        for name in sorted(sums)[ranks.rank :: ranks.launch.world_size]:
-            check_file(checkpoint, name, sums)
-        if ranks.rank == 0:
-            read_checkpoint_state(checkpoint)
-            reader = CheckpointReader(checkpoint)
-            reader.read_metadata()
-            if unknown := sorted({METADATA, *reader.files} - sums.keys()):
-                raise DamageError(f"SHA256SUMS does not name {unknown[0]}")
+        check_share(checkpoint, ranks.rank, ranks.launch.world_size)
     except DamageError as error:
         fault = str(error)
-    faults = [None] * ranks.launch.world_size
-    dist.all_gather_object(faults, fault, group=ranks.control)
+    except ConfigError as error:
+        refusal = str(error)
+    answers = [(None, None)] * ranks.launch.world_size
+    dist.all_gather_object(answers, (fault, refusal), group=ranks.control)
+    faults, refusals = zip(*answers, strict=True)
+    if refusal := next(filter(None, refusals), None):
+        raise ConfigError(refusal)
     return next(filter(None, faults), None)

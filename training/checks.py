@@ -25,7 +25,9 @@ from training.checkpoint_dir import (
     DamageError,
     checkpoint_name,
     complete_checkpoints,
+    newest_checkpoint,
     read_checkpoint_state,
+    step_of,
 )
 from training.command_line import parse_flags
 from training.config import Config, ConfigError, flag
@@ -175,20 +177,20 @@ def find_checkpoint(config: Config) -> Path | None:
     """The checkpoint that ``--resume`` names, or the newest one whose state can be read.
 
     Raises:
-        ConfigError: if there is none of the name.
+        ConfigError: if there is none of the name, or if the folder or what is in it exists and
+            cannot be read.
     """
     folder = RunDir(config.run_dir).checkpoints
-    found = complete_checkpoints(folder)
     if not config.run.resume:
-        return found[-1] if found else None
-    number = re.fullmatch(r"step-(\d+)", config.run.resume)
+        return newest_checkpoint(folder)
+    number = re.fullmatch(r"step-([0-9]{1,18})", config.run.resume)
     if not number:
         raise ConfigError(f"--resume {config.run.resume} is not of the form step-200")
     checkpoint = folder / checkpoint_name(int(number[1]))
     try:
         read_checkpoint_state(checkpoint)
     except DamageError as error:
-        known = ", ".join(path.name for path in found) or "none"
+        known = ", ".join(path.name for path in complete_checkpoints(folder)) or "none"
         raise ConfigError(
             f"--resume {config.run.resume}: {checkpoint} is not whole ({error}); "
             f"the checkpoints of this run are: {known}"
@@ -204,7 +206,16 @@ def check_resume(config: Config, checkpoint: Path) -> None:
     Raises:
         ConfigError: naming the first field that differs, and both values.
     """
-    saved = read_checkpoint_state(checkpoint)["identity"]
+    try:
+        saved = read_checkpoint_state(checkpoint)["identity"]
+    except DamageError as error:  # it was whole when it was found
+        raise ConfigError(f"{checkpoint} was changed while it was read ({error})") from None
+    for key in ("lr_decay_steps", "vocab_size"):
+        value = saved.get(key)
+        if value is not None and (type(value) is not int or not 0 < value < 1 << 63):
+            raise ConfigError(
+                f"{checkpoint} has a {key} that is no count: name another with --resume"
+            )
     if config.optimizer.lr_decay_steps is None:
         config.optimizer.lr_decay_steps = saved.get("lr_decay_steps")
     if config.model.vocab_size is None:
@@ -212,8 +223,8 @@ def check_resume(config: Config, checkpoint: Path) -> None:
     for key, value in identity(config).items():
         if key not in NOT_COMPARED and value != saved.get(key):
             raise ConfigError(
-                f"{flag(key)} {value} differs from the {saved.get(key)} of {checkpoint}: "
-                "use the same value, or another --run-dir"
+                f"{flag(key)} {value} differs from the {printable(str(saved.get(key)))[:200]} of "
+                f"{checkpoint}: use the same value, or another --run-dir"
             )
 
 
@@ -246,14 +257,14 @@ def launch_ids() -> list[str]:
 def _note_finished(config: Config, step: int) -> None:
     """Do what a run that was killed after its last checkpoint did not come to: status and wandb."""
     run = RunDir(config.run_dir)
-    if (run.read_status() or {}).get("state") in ("running", "failed"):
-        # Held by another job, which still ends, or not writable: then it stays as it is.
-        with contextlib.suppress(ConfigError, OSError):
+    # Held by another job, which still ends, or not writable: then it stays as it is.
+    with contextlib.suppress(ConfigError, OSError):
+        if (run.read_status() or {}).get("state") in ("running", "failed"):
             run.lock()
             # Opening it fills in what it lacks.
             WandbRun(run, config.run, config.model_dump(mode="json"), print).close(exit_code=0)
             run.write_status("finished", step=step)
-        run.unlock()
+    run.unlock()
 
 
 def bare_launch() -> Launch:
@@ -297,7 +308,7 @@ def load_config(argv: list[str]) -> tuple[Config, Layout, Launch]:
     """
     config, layout, launch, checkpoint = read_config(argv)
     if checkpoint:
-        done = read_checkpoint_state(checkpoint)["step"]
+        done = step_of(checkpoint.name)
         if done >= config.step.steps:
             if launch.rank == 0:
                 _note_finished(config, done)

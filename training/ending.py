@@ -1,6 +1,7 @@
 """How a run ends: finished, stopped on purpose, failed or stuck, and what is said of it."""
 
 import contextlib
+import logging
 import math
 import os
 import signal
@@ -18,18 +19,19 @@ from parallel.layout import Layout
 from parallel.mesh import Ranks
 from planner.prediction import Prediction
 from training.checkpoint import CheckpointError, Progress
-from training.checkpoint_dir import read_checkpoint_state
+from training.checkpoint_dir import checkpoint_name, step_of
 from training.config import Config
 from training.diagnosis import Diagnosis
 from training.heartbeat import Heartbeat, Stall
-from training.loop import SIGNAL, TIME, NonFiniteError
+from training.loop import LOST, SIGNAL, TIME, NonFiniteError
 from training.reporter import Reporter, duration, say
-from training.run_dir import RunDir, rank_logger
+from training.run_dir import LOGGER, LostRunError, RunDir
 from training.start import describe, git_commit
 from training.values import seconds
 
 # Training and heartbeat may both find that the run has failed; neither ends it while one speaks.
 _speaking = threading.Lock()
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 # Seconds that a rank's own diagnosis may take once its failure is reported.
 _LEAVING = 2.0
 
@@ -62,7 +64,7 @@ def reporting(
 
     def stalled(stall: Stall) -> None:
         leaving = heartbeat.leave()
-        rank_logger(run, ranks.rank).error("%s", stall.message)
+        logging.getLogger(LOGGER).error("%s", stall.message)
         _speak(run, heartbeat, stall.rank, stall.step, stall.message, silent=stall.silent)
         leaving.join(_LEAVING)
         end(None)
@@ -71,7 +73,7 @@ def reporting(
     reporter, heartbeat = None, Heartbeat(ranks, config.run.comm_timeout, stalled, diagnosis)
     try:
         if ranks.rank == 0:
-            first = read_checkpoint_state(checkpoint)["step"] if checkpoint else 0
+            first = step_of(checkpoint.name) if checkpoint else 0
             about = {
                 "layout_name": layout.name,
                 "world_size": layout.world_size,
@@ -91,6 +93,12 @@ def reporting(
     except BaseException as error:  # DCP's own exception is not an Exception
         if isinstance(error, SystemExit | KeyboardInterrupt):
             raise
+        if run.is_lost() and isinstance(error, LostRunError | CheckpointError | OSError):
+            # All ranks find it at one place, and none may write a word there.
+            logging.getLogger(LOGGER).error("%s", error)
+            if reporter:
+                say(f"train_llm.py: error: {error}", sys.stderr)
+            end(reporter)
         leaving = heartbeat.leave(error, _is_lost_peer(error))
         _fail(error, run, ranks, progress, heartbeat)
         leaving.join(_LEAVING)
@@ -101,7 +109,7 @@ def _fail(
     error: BaseException, run: RunDir, ranks: Ranks, progress: Progress, heartbeat: Heartbeat
 ) -> None:
     step = progress.step + 1
-    rank_logger(run, ranks.rank).exception("failed in step %d", step)
+    logging.getLogger(LOGGER).exception("failed in step %d", step)
     if run.has_failed():
         if not isinstance(error, NonFiniteError | CheckpointError):
             heartbeat.linger()
@@ -151,8 +159,9 @@ def report_save(
 
     def report(fault: str | None) -> None:
         text = f"{fault}; training goes on" if fault else "checkpoints can be written again"
-        rank_logger(run, ranks.rank).warning(text)
-        if reporter:
+        logging.getLogger(LOGGER).warning(text)
+        # Where the directory is lost, no training goes on, and the end says why.
+        if reporter and not run.is_lost():
             say(f"train_llm.py: warning: {text}", sys.stderr)
             # Where nothing can be written, there is nothing to be done about that.
             with contextlib.suppress(OSError):
@@ -161,19 +170,26 @@ def report_save(
     return report
 
 
-def stop_requests(started: float, stop_after: str | None) -> Callable[[], str | None]:
+def stop_requests(
+    started: float, stop_after: str | None, run: RunDir, ranks: Ranks
+) -> Callable[[], str | None]:
     """Catch the signals that ask to stop; the result says why this process is to stop, or None.
 
     Args:
         started: ``time.monotonic()`` when the process began.
         stop_after: ``--stop-after``.
+        run: rank 0 also asks to stop when this is lost.
     """
     received = []
-    for name in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
-        signal.signal(name, lambda number, _: received.append(number))
+    for name in STOP_SIGNALS:
+        # Under nohup, the end of the terminal is none of the run.
+        if name != signal.SIGHUP or signal.getsignal(name) != signal.SIG_IGN:
+            signal.signal(name, lambda number, _: received.append(number))
     end = started + seconds(stop_after) if stop_after else math.inf
 
     def why() -> str | None:
+        if ranks.rank == 0 and run.is_lost():
+            return LOST
         return SIGNAL if received else TIME if time.monotonic() >= end else None
 
     return why
@@ -190,10 +206,9 @@ def _summary(outcome: str, run: RunDir, progress: Progress, reporter: Reporter) 
             f"{outcome} at step {progress.step}: loss {loss}, "
             f"median {speed:,.0f} tokens/s, peak memory {memory:,.0f} MiB per rank"
         )
-    checkpoint = run.newest_checkpoint()
     lines.append(
         f"start {run.starts()} of this run took {duration(time.monotonic() - reporter.started)}; "
-        f"newest checkpoint: {checkpoint.name if checkpoint else 'none'}"
+        f"newest checkpoint: {checkpoint_name(progress.step)}"
     )
     return [*lines, f"run directory: {run.path}"]
 
@@ -225,12 +240,12 @@ def finish(
         except OSError:
             # What could not be printed would make Python's own exit fail.
             sys.stdout = open(os.devnull, "w")  # noqa: SIM115
-        run.unlock()
+    run.unlock()
     # A batch script repeats its signal until all have left, and Python, as it exits, gives signals
     # that it handles their deadly default back.
-    for name in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
+    for name in (*STOP_SIGNALS, signal.SIGUSR2):
         signal.signal(name, signal.SIG_IGN)
-    rank_logger(run, ranks.rank).info("%s at step %d", outcome, progress.step)
+    logging.getLogger(LOGGER).info("%s at step %d", outcome, progress.step)
     # Everything is saved. A rank that has left already closes its connections on the others.
     with contextlib.suppress(RuntimeError):
         dist.barrier(ranks.control)

@@ -1,10 +1,49 @@
-"""Files that survive a kill at any instant. Torch-free."""
+"""Files that survive a kill, and what cannot be read told from what is not there. Torch-free."""
 
 import contextlib
 import errno
 import os
 import socket
+from collections.abc import Iterator
 from pathlib import Path
+
+from training.config import ConfigError
+
+
+@contextlib.contextmanager
+def readable(path: Path) -> Iterator[None]:
+    """Leave the block where a file does not exist, and refuse in one line what else goes wrong.
+
+    Raises:
+        ConfigError: for every other error of the file system, as a missing permission.
+    """
+    try:
+        yield
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise ConfigError(
+            f"{path} cannot be read ({error.strerror}): have its owner make it readable (chmod), "
+            "or name another directory"
+        ) from None
+
+
+def names_in(folder: Path) -> list[str]:
+    """The names in a directory; none where it does not exist.
+
+    Raises:
+        ConfigError: if they cannot be read, or if a symbolic link on the way leads nowhere.
+    """
+    with readable(folder):
+        return os.listdir(folder)
+    for path in (folder, *folder.parents):
+        # As where the disk that it is on is not mounted: nothing is known of what it holds.
+        if os.path.islink(path) and not os.path.exists(path):
+            raise ConfigError(
+                f"{path} is a symbolic link to {os.readlink(path)}, which does not exist: "
+                "mount that, or remove the link"
+            )
+    return []
 
 
 def sync(path: Path) -> None:

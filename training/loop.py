@@ -26,6 +26,7 @@ from training.metrics import Meter
 from training.optimizer import ShardedOptimizer, lr_at
 from training.profiler import Profiler
 from training.reporter import Reporter
+from training.run_dir import LostRunError
 
 if TYPE_CHECKING:
     from parallel.pipeline import Pipeline
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
 Batch = list[tuple[Tensor, Tensor]]
 # Why a run stops before its last step.
 SIGNAL, TIME = "a rank received a signal", "the time of --stop-after is over"
+LOST = "the run directory is not that of this start any more"
+_REASONS = (LOST, SIGNAL, TIME)
 
 
 class NonFiniteError(RuntimeError):
@@ -284,7 +287,7 @@ class AgreedBatches:
         targets = sum(int((t != IGNORE_INDEX).sum()) for _, t in batch)
         mine = targets if self._ranks.tp_rank == self._ranks.pp_rank == 0 else 0
         why = self._stop_requested()
-        vector = torch.tensor([mine, why == SIGNAL, why == TIME], dtype=torch.int64)
+        vector = torch.tensor([mine, *(why == reason for reason in _REASONS)], dtype=torch.int64)
         work = dist.all_reduce(vector, group=self._ranks.control, async_op=True)
         device = self._ranks.device
         moved = [tuple(x.to(device, non_blocking=True) for x in pair) for pair in batch]
@@ -294,8 +297,9 @@ class AgreedBatches:
         """The fetched batch, its global number of target tokens, and why to stop before it."""
         batch, vector, work = self._upcoming
         work.wait()
-        targets, signalled, timed_out = vector.tolist()
-        return batch, targets, SIGNAL if signalled else TIME if timed_out else None
+        targets, *votes = vector.tolist()
+        why = next((reason for reason, ranks in zip(_REASONS, votes, strict=True) if ranks), None)
+        return batch, targets, why
 
     def waited(self) -> float:
         """Seconds waited for data since the last call."""
@@ -339,6 +343,7 @@ def train(
     Raises:
         NonFiniteError: at the next logged step or save, on all ranks; nothing is saved then.
         CheckpointError: if the last step cannot be saved.
+        LostRunError: if the run directory is not that of this start any more; on all ranks.
     """
     last, run = config.step.steps, config.run
     decay_steps = config.optimizer.lr_decay_steps or last
@@ -364,6 +369,12 @@ def train(
             profiler.begin(step)
         heartbeat.at(step, "agreeing on the batch")
         batch, target_tokens, stop = batches.take()
+        if stop == LOST:
+            raise LostRunError(
+                f"--run-dir {config.run_dir} was moved or replaced, or its .lock was, while this "
+                "job ran: it stops, and writes nothing there; its checkpoints are where the "
+                "directory is"
+            )
         if stop:
             break
         heartbeat.at(step, "forward and backward")

@@ -89,7 +89,7 @@ class Reporter:
         try:
             self.flush()
         except OSError as error:
-            if not waiting:
+            if not waiting and not self._run_dir.is_lost():
                 self.message(f"{path} cannot be written ({error.strerror}); training goes on")
 
     def flush(self) -> None:
@@ -99,6 +99,7 @@ class Reporter:
             OSError: if the disk is still full.
         """
         while self._unwritten:
+            self._run_dir.check_held()
             append_line(*self._unwritten[0])
             del self._unwritten[0]
 

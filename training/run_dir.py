@@ -5,6 +5,7 @@ write: ``status.json``, through :meth:`RunDir.fail`. Files that are rewritten ar
 whole, so that a reader, or a kill at any instant, finds the old text or the new one.
 """
 
+import contextlib
 import errno
 import fcntl
 import json
@@ -13,29 +14,40 @@ import os
 import secrets
 import shutil
 import socket
+import stat
 import string
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Literal
 
-from training.checkpoint_dir import complete_checkpoints
+from models.files import read_bounded, read_json
+from training import checkpoint_dir
 from training.config import ConfigError
-from training.files import write_atomic
+from training.files import readable, write_atomic
 from training.secrets import masked
 
 State = Literal["running", "finished", "stopped", "failed"]
 LOGGER = "parallel_recipes"
+# A line for each of ten million steps.
+_MAX_LOG_BYTES = 1 << 33
 _ID_LETTERS = string.ascii_lowercase + string.digits
 
 
+class LostRunError(RuntimeError):
+    """The run directory is not that of this start any more; the message is one line."""
+
+
 def read_object(path: Path) -> dict | None:
-    """The JSON object in a file; None if there is no file, or no object in it."""
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    return value if isinstance(value, dict) else None
+    """The JSON object in a file; None if there is no file, or no object in it.
+
+    Raises:
+        ConfigError: if the file system does not let it be read.
+    """
+    with readable(path), contextlib.suppress(ValueError):
+        value = read_json(path)
+        return value if isinstance(value, dict) else None
+    return None
 
 
 def rank_ranges(ranks: Iterable[int]) -> str:
@@ -52,9 +64,10 @@ def rank_ranges(ranks: Iterable[int]) -> str:
 def _kept(line: bytes, step: int) -> bool:
     """Whether a line of metrics is whole and no later than ``step``."""
     try:
-        return json.loads(line)["step"] <= step
-    except (ValueError, KeyError, TypeError):
+        logged = json.loads(line.decode())["step"]
+    except (ValueError, KeyError, TypeError, RecursionError):
         return False
+    return type(logged) is int and 0 <= logged <= step
 
 
 class RunDir:
@@ -113,12 +126,18 @@ class RunDir:
                 folder.mkdir(parents=True, exist_ok=True)
                 if not os.access(folder, os.W_OK | os.X_OK):
                     raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
-            fd = os.open(self.lock_file, os.O_RDWR | os.O_CREAT, 0o666)
+            # A link may lead to a file that is not ours to write.
+            flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
+            fd = os.open(self.lock_file, flags, 0o666)
         except OSError as error:
+            if error.errno in (errno.EISDIR, errno.ELOOP):
+                raise ConfigError(f"{self.lock_file} is no regular file: remove it") from None
             raise ConfigError(
                 f"--run-dir {self.path} is not writable ({error.strerror}): name another directory"
             ) from None
         try:
+            if not stat.S_ISREG(os.fstat(fd).st_mode):
+                raise ConfigError(f"{self.lock_file} is no regular file: remove it")
             self._take(fd)
         except BaseException:
             os.close(fd)
@@ -127,6 +146,30 @@ class RunDir:
         # A forked child shares the lock and would keep it after a kill of this process.
         os.register_at_fork(after_in_child=self.unlock)
         self._failed_marker.unlink(missing_ok=True)
+
+    def join(self) -> None:
+        """Hold on to the directory that rank 0 has locked; on the other ranks."""
+        with contextlib.suppress(OSError):  # where nodes share no files, there is nothing to hold
+            self.unlock()
+            self._lock_fd = os.open(self.lock_file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+
+    def is_lost(self) -> bool:
+        """Whether the path leads elsewhere than to what this start has locked or joined.
+
+        As where the directory was moved, and perhaps another job has begun at its old path.
+        """
+        if self._lock_fd is None:
+            return False
+        try:
+            return not os.path.samestat(os.fstat(self._lock_fd), os.stat(self.lock_file))
+        except OSError as error:
+            # Of others, as a disk that fails, a write says more.
+            return error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ESTALE)
+
+    def check_held(self) -> None:
+        """Raise OSError where :meth:`is_lost`: nothing may be written there."""
+        if self.is_lost():
+            raise OSError(errno.ESTALE, "the run directory was moved or replaced", str(self.path))
 
     def _take(self, fd: int) -> None:
         try:
@@ -154,47 +197,66 @@ class RunDir:
             os.close(self._lock_fd)
             self._lock_fd = None
 
-    def _read_run(self) -> dict:
-        """run.json, or a new one; a corrupt one is put aside, since no training depends on it."""
+    def check_readable(self) -> None:
+        """Check what a start is about to read and rewrite, before it changes anything.
+
+        Raises:
+            ConfigError: if the file system does not let it be read, or if it is no file.
+        """
+        for path in (self.config_toml, self.run_json, self.status_json, *self._logs):
+            with readable(path):
+                if not stat.S_ISREG(os.stat(path).st_mode):
+                    raise ConfigError(f"{path} is no regular file: remove it")
+                os.close(os.open(path, os.O_RDONLY))
+
+    def _read_run(self) -> dict | None:
+        """run.json; None where there is none, or where no training can have written it."""
         run = read_object(self.run_json)
-        if run is not None and isinstance(run.get("starts"), list):
-            return run
-        if self.run_json.exists():
-            os.replace(self.run_json, self.run_json.with_name("run.json.corrupt"))
-        return {"wandb_id": None, "wandb_path": None, "starts": []}
+        return run if run and isinstance(run.get("starts"), list) else None
+
+    def _edit_run(self, edit: Callable[[dict], None]) -> dict:
+        """Rewrite run.json; a corrupt one is put aside, since no training depends on it."""
+        run = self._read_run()
+        if run is None:
+            if os.path.lexists(self.run_json):
+                checkpoint_dir.put_aside(self.run_json, "corrupt")
+            run = {"wandb_id": None, "wandb_path": None, "starts": []}
+        edit(run)
+        write_atomic(self.run_json, json.dumps(run, indent=1) + "\n")
+        return run
 
     def newest_checkpoint(self) -> Path | None:
-        """The newest complete checkpoint, or None."""
-        return next(reversed(complete_checkpoints(self.checkpoints)), None)
+        """The newest complete checkpoint, or None.
+
+        Raises:
+            ConfigError: if that cannot be known, as where the permission is missing.
+        """
+        return checkpoint_dir.newest_checkpoint(self.checkpoints)
 
     def record_start(self, record: dict) -> None:
         """Append the record of this start to run.json (rank 0)."""
-        run = self._read_run()
-        run["starts"].append(record)
-        write_atomic(self.run_json, json.dumps(run, indent=1) + "\n")
+        self._edit_run(lambda run: run["starts"].append(record))
 
     def starts(self) -> int:
         """How many times this run has been started, as far as the first step or further."""
-        return len((read_object(self.run_json) or {}).get("starts", ()))
+        return len((self._read_run() or {}).get("starts", ()))
 
     def begun_by(self, launch_id: str) -> bool:
         """Whether the last start that got as far as changing something was of this launch."""
-        starts = (read_object(self.run_json) or {}).get("starts")
-        last = starts[-1] if isinstance(starts, list) and starts else None
-        return isinstance(last, dict) and launch_id in last.get("launch", ())
+        last = next(reversed((self._read_run() or {}).get("starts", [])), None)
+        ids = last.get("launch") if isinstance(last, dict) else None
+        return isinstance(ids, list) and launch_id in ids
 
     def wandb_id(self, given: str | None = None) -> str:
         """The id of this run on wandb: the same after a resume, a new one in a copied directory.
 
         ``given`` is the one that the environment asks for; it is that of the run from then on.
         """
-        run = self._read_run()
-        here = str(self.path.resolve())
-        same = run.get("wandb_id") and run.get("wandb_path") == here
+        run, here = self._read_run() or {}, str(self.path.resolve())
+        same = isinstance(run.get("wandb_id"), str) and run.get("wandb_path") == here
         if not same or given not in (None, "", run["wandb_id"]):
-            run["wandb_id"] = given or "".join(secrets.choice(_ID_LETTERS) for _ in range(10))
-            run["wandb_path"] = here
-            write_atomic(self.run_json, json.dumps(run, indent=1) + "\n")
+            new = given or "".join(secrets.choice(_ID_LETTERS) for _ in range(10))
+            run = self._edit_run(lambda run: run.update(wandb_id=new, wandb_path=here))
         return run["wandb_id"]
 
     def write_status(self, state: State, **fields) -> None:
@@ -206,6 +268,7 @@ class RunDir:
             self._write_status(state, fields)
 
     def _write_status(self, state: State, fields: dict) -> None:
+        self.check_held()
         status = {
             "state": state,
             "time": time.time(),
@@ -225,6 +288,7 @@ class RunDir:
             written there.
         """
         try:
+            self.check_held()
             os.close(os.open(self._failed_marker, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))
             self._write_status("failed", {"rank": rank, "step": step, "error": masked(error)})
         except FileExistsError:
@@ -235,22 +299,39 @@ class RunDir:
         return True
 
     def has_failed(self) -> bool:
-        """Whether a rank of this start has reported a failure."""
-        return self._failed_marker.exists()
+        """Whether a rank of this start has reported a failure, as far as can be seen."""
+        return os.path.lexists(self._failed_marker)
 
     def read_status(self) -> dict | None:
         """The last status; None if there is none that can be read."""
         return read_object(self.status_json)
 
+    @property
+    def _logs(self) -> tuple[Path, ...]:
+        return self.metrics_jsonl, self.eval_jsonl, self.fingerprints_jsonl
+
+    def has_logged(self) -> bool:
+        """Whether an earlier start has logged a step."""
+        with contextlib.suppress(FileNotFoundError):
+            return os.stat(self.metrics_jsonl).st_size > 0
+        return False
+
     def cut_metrics(self, step: int) -> None:
         """Drop what was logged after ``step``, and torn lines; the bytes of the others stay.
 
         Rank 0 calls this on a resume: the steps after the checkpoint are about to be done again.
+
+        Raises:
+            OSError: if a file cannot be read or written.
+            ConfigError: if one is no file that a training can have written.
         """
-        for path in (self.metrics_jsonl, self.eval_jsonl, self.fingerprints_jsonl):
-            if not path.exists():
+        for path in self._logs:
+            try:
+                old = read_bounded(path, _MAX_LOG_BYTES)
+            except FileNotFoundError:
                 continue
-            old = path.read_bytes()
+            except ValueError as error:
+                raise ConfigError(f"{path} {error}: remove it, or name another --run-dir") from None
             # A kill can come between an object and its newline: then the line is whole, but open.
             lines = [line for line in old.split(b"\n") if _kept(line, step)]
             new = b"".join(line + b"\n" for line in lines)

@@ -26,7 +26,13 @@ from parallel.stages import Stage
 from planner.machine import load_machine, table_name
 from planner.prediction import Prediction, predict
 from training.checkpoint import remove_partial
-from training.checkpoint_dir import checkpoints_in, put_aside, read_checkpoint_state
+from training.checkpoint_dir import (
+    DamageError,
+    checkpoints_in,
+    put_aside,
+    read_checkpoint_state,
+    step_of,
+)
 from training.checkpoint_files import find_fault
 from training.checks import check_resume, find_checkpoint, identity, launch_ids, refuse
 from training.config import Config, ConfigError, flag, to_toml
@@ -51,6 +57,8 @@ def refusing(launch: Launch) -> Iterator[None]:
         yield
     except (ConfigError, LayoutError) as error:
         refuse(str(error), launch)
+    except DamageError as error:  # it was whole when it was found
+        refuse(f"the checkpoint was changed while it was read ({error})", launch)
 
 
 def load_run_tokenizer(config: Config, launch: Launch) -> Tokenizer:
@@ -152,6 +160,7 @@ def open_run(config: Config, ranks: Ranks) -> tuple[RunDir, Path | None]:
 
     def take() -> dict:
         run.lock()
+        run.check_readable()
         remove_partial(run.checkpoints)
         names = [path.name for path in reversed(checkpoints_in(run.checkpoints))]
         if config.run.resume:
@@ -159,6 +168,8 @@ def open_run(config: Config, ranks: Ranks) -> tuple[RunDir, Path | None]:
         return {"checkpoints": names, "config": config.model_dump(mode="json")}
 
     first = from_leader(ranks, "run", 0, take)
+    if ranks.rank:
+        run.join()
     _adopt(config, first["config"])
     faults = []
     for name in first["checkpoints"]:
@@ -223,14 +234,18 @@ def begin_run(
     dist.all_gather_object(hosts, socket.gethostname(), group=ranks.control)
     if ranks.rank == 0:
         try:
+            done = step_of(checkpoint.name) if checkpoint else 0
             if checkpoint is None:
+                if run.has_logged():
+                    text = f"{run.path} has metrics and no checkpoint: training begins anew"
+                    say(f"train_llm.py: warning: {text}", sys.stderr)
                 write_atomic(run.config_toml, to_toml(config))
             else:
                 for path in checkpoints_in(run.checkpoints):
-                    if path > checkpoint:
+                    if step_of(path.name) > done:
                         aside = put_aside(path, "unused")
                         print(f"train_llm.py: {path} is now {aside.name}", file=sys.stderr)
-            run.cut_metrics(read_checkpoint_state(checkpoint)["step"] if checkpoint else 0)
+            run.cut_metrics(done)
             keep_tokenizer(config, tokenizer, run)
             run.write_status("running")
             run.record_start(_start_record(layout, ranks, hosts))
@@ -307,7 +322,7 @@ def check_data(config: Config, data: TokenData, checkpoint: Path | None) -> None
     Raises:
         ConfigError: if it is not.
     """
-    if checkpoint and read_checkpoint_state(checkpoint)["identity"]["data"] != data.content_key:
+    if checkpoint and read_checkpoint_state(checkpoint)["identity"].get("data") != data.content_key:
         raise ConfigError(
             f"--dataset {config.data.dataset} gives other tokens than {checkpoint} was trained on: "
             "use the same data, --tokenizer and --eval-fraction, or another --run-dir"
