@@ -13,6 +13,7 @@ from functools import partial
 
 from training.checks import load_config
 from training.config import step_range
+from training.output import run_command, say
 
 
 def main() -> None:
@@ -25,6 +26,10 @@ def main() -> None:
     # CUDA's caching allocator reads it once: blocks that grow leave fewer holes between them.
     if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    if launch.rank == 0 and not config.layout.print_plan:
+        # What comes next takes seconds, and says nothing.
+        what = f"recipe {config.recipe}, layout {layout.name} on {layout.world_size} processes"
+        say(f"{what}, run directory {config.run_dir}; importing torch ...", sys.stdout)
 
     import torch
 
@@ -106,4 +111,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main, "train_llm.py")

@@ -9,13 +9,13 @@ was printed, 1 the rank named by --stacks has left none, 2 the directory is no r
 import argparse
 import json
 import os
-import signal
 import socket
 import sys
 import time
 from pathlib import Path
 
 from launch.verdict import Left, alike, collective_text, current, named, verdict, where
+from training.output import run_command
 from training.run_dir import RunDir, rank_ranges, read_object
 
 MAX_ROWS, MAX_LOGS = 30, 64
@@ -276,6 +276,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    # As of any tool whose output is read by head.
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
-    sys.exit(main())
+    run_command(main, "launch.diagnose")

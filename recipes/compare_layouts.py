@@ -37,6 +37,7 @@ from training.checks import check_ahead
 from training.command_line import Parser, parse_flags, positive
 from training.config import Config, ConfigError, flag
 from training.files import write_atomic
+from training.output import run_command
 from training.run_dir import RunDir
 
 TRAIN = Path(__file__).parent.parent / "train_llm.py"
@@ -537,4 +538,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command(main, "compare_layouts")

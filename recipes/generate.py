@@ -27,6 +27,7 @@ from recipes.export_hf import (
 from training.checks import refuse
 from training.command_line import positive
 from training.config import ConfigError
+from training.output import run_command
 
 if TYPE_CHECKING:
     from parallel.mesh import Ranks
@@ -179,4 +180,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command(main, "generate")

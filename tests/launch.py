@@ -53,20 +53,28 @@ def train(group: Group, run_dir: Path, *flags: str | int) -> str:
     return results[0][1]
 
 
-def _alone(argv: list[str], environ: dict[str, str], folder: Path) -> None:
+def _alone(argv: list[str], environ: dict[str, str], folder: Path, closed: bool) -> None:
     os.environ.clear()
     os.environ.update(environ)
     for stream, name in ((1, "out"), (2, "err")):
         os.dup2(os.open(folder / name, os.O_WRONLY | os.O_CREAT), stream)
+    if closed:
+        # As Python starts with a stdout that is closed.
+        os.close(1)
+        sys.stdout = None
     sys.argv = ["train_llm.py", *argv]
     runpy.run_path(str(REPO / "train_llm.py"), run_name="__main__")
 
 
-def forked(*argv: str | int) -> tuple[int, str, str]:
+def forked(*argv: str | int, closed: bool = False) -> tuple[int, str, str]:
     """``python train_llm.py ARGV``, but for the seconds of its imports: forked from the fork
-    server. Its exit code, what it printed, and what it said on stderr."""
+    server. Its exit code, what it printed, and what it said on stderr.
+
+    Args:
+        closed: start it without a stdout.
+    """
     with tempfile.TemporaryDirectory() as folder:
-        words = [*map(str, argv)], dict(os.environ), Path(folder)
+        words = [*map(str, argv)], dict(os.environ), Path(folder), closed
         process = CONTEXT.Process(target=_alone, args=words, daemon=True)
         process.start()
         process.join(90)

@@ -23,7 +23,8 @@ from training.config import Config, seconds
 from training.diagnosis import Diagnosis
 from training.heartbeat import Heartbeat, Stall
 from training.loop import SIGNAL, TIME, NonFiniteError
-from training.reporter import Reporter, duration, say
+from training.output import say
+from training.reporter import Reporter, duration
 from training.run_dir import RunDir, rank_logger
 from training.start import describe
 

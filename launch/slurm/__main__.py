@@ -23,6 +23,7 @@ from parallel.layout import Launch, LayoutError, layout_flags, parse_layout
 from training.checks import check_ahead, check_resume, find_checkpoint
 from training.command_line import Parser, parse_flags, positive
 from training.config import Config, ConfigError, Section
+from training.output import run_command
 
 HERE = Path(__file__).parent
 REPO = HERE.parent.parent
@@ -270,8 +271,9 @@ def render(
     return _put(script, "out=runs/$SLURM_JOB_NAME", f"out={folder}"), sbatch
 
 
-def main(argv: list[str]) -> int:
+def main(argv: list[str] | None = None) -> int:
     """The command; its exit code."""
+    argv = sys.argv[1:] if argv is None else argv
     try:
         options, train_flags = parse_command(argv)
         if Path.cwd() != REPO:
@@ -307,4 +309,4 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    run_command(main, "launch.slurm")
