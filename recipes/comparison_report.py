@@ -10,6 +10,7 @@ import json
 import math
 import statistics
 import sys
+import textwrap
 import tomllib
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,6 +46,7 @@ DASHES = (
     (0, (5, 1, 1, 1, 1, 1)),
 )
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
+TITLE_WIDTH = 120  # characters of a line
 PRECISIONS = ("bfloat16", "float32", "float64")
 
 
@@ -350,10 +352,11 @@ def _title(comparison: dict) -> str:
     facts.append(f"{' to '.join(map(str, [*lengths[:1], *lengths[1:][-1:]]))} steps")
     if "--global-batch-size" not in differing:
         facts.append(f"global batch {entries[0]['global_batch_size']} sequences")
-    title = f"{', '.join(facts)}: {statement(comparison)}"
+    lines = [", ".join(facts), statement(comparison)]
+    lines = lines if differing else [": ".join(lines)]
     bugs = [v["layout"] for v in comparison.get("verdict", ()) if v["finding"]]
     more = [excess(comparison), f"bug by the float64 verdict: {', '.join(bugs)}" if bugs else None]
-    return "\n".join([title, *filter(None, more)])
+    return "\n".join(textwrap.fill(line, TITLE_WIDTH) for line in [*lines, *filter(None, more)])
 
 
 def _styles(comparison: dict) -> list[dict]:
@@ -432,9 +435,10 @@ def _draw_deviations(axis, comparison: dict, quantity: str) -> None:
     axis.minorticks_off()
     axis.axhline(floor, color="black", linewidth=0.6)
     _step_axis(axis)
-    whose = dict(zip((e["label"] for e in comparison["layouts"]), labels(comparison), strict=True))
     name = NAMES[QUANTITIES.index(quantity)]
-    axis.set_ylabel(f"{name}: relative deviation from {whose[base]}")
+    # A longer name would not fit there; the legend says which one it is.
+    whose = base if base in labels(comparison) else "the reference"
+    axis.set_ylabel(f"{name}: relative deviation from {whose}")
     axis.grid(alpha=0.3)
 
 

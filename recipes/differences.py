@@ -90,10 +90,13 @@ def labels(comparison: dict) -> list[str]:
     ]
     short = [entry["layout"] + word for entry, word in zip(entries, words, strict=True)]
     # Without a difference in the flags, the path tells runs of one layout apart.
+    full = [entry["label"] + word for entry, word in zip(entries, words, strict=True)]
+    texts = [short[i] if short.count(short[i]) == 1 else full[i] for i in range(len(entries))]
     return [
-        short[i] if short.count(short[i]) == 1 else entry["label"] + words[i]
-        for i, entry in enumerate(entries)
-    ]
+        text if entry["label"] != comparison["reference"] or text == entry["layout"]
+        else f"{text} (reference)"
+        for entry, text in zip(entries, texts, strict=True)
+    ]  # fmt: skip
 
 
 def statement(comparison: dict) -> str:

@@ -283,9 +283,9 @@ def test_runs_of_different_lengths_are_compared_as_far_as_both_go(tmp_path, sket
     long = write_run(tmp_path / "a", "1x2", loss=[4.0, 2.0, 1.0], norm=[1.0] * 3)
     short = write_run(tmp_path / "b", "2x1", "--lr-decay-steps", "3", loss=[4.0, 3.0], norm=[1] * 2)
     assert main(["--collect", str(long), str(short), "--out", str(tmp_path / "c")]) == 0
-    title, over = sketches[0].get_suptitle().split("\n")
-    assert "2 to 3 steps" in title
-    assert title.endswith("differ in --steps; deviations are of the steps that both have")
+    length, title, over = sketches[0].get_suptitle().split("\n")
+    assert "2 to 3 steps" in length
+    assert title == "the runs differ in --steps; deviations are of the steps that both have"
     assert over == "above the bound: 2x1, steps 2 (from step 2)"
     found = comparison_of(tmp_path / "c")
     assert found["layouts"][1]["deviation"]["loss"] == {"step": [1, 2], "value": [0, 0.5]}
