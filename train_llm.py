@@ -28,7 +28,8 @@ def main() -> None:
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     if launch.rank == 0 and not config.layout.print_plan:
         # What comes next takes seconds, and says nothing.
-        what = f"recipe {config.recipe}, layout {layout.name} on {layout.world_size} processes"
+        processes = f"{layout.world_size} process{'es' if layout.world_size > 1 else ''}"
+        what = f"recipe {config.recipe}, layout {layout.name} on {processes}"
         say(f"{what}, run directory {config.run_dir}; importing torch ...", sys.stdout)
 
     import torch
