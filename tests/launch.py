@@ -53,34 +53,43 @@ def train(group: Group, run_dir: Path, *flags: str | int) -> str:
     return results[0][1]
 
 
-def _alone(argv: list[str], environ: dict[str, str], folder: Path, closed: bool) -> None:
+def _alone(program: str, argv: list[str], environ: dict[str, str], folder: Path, first) -> None:
     os.environ.clear()
     os.environ.update(environ)
     for stream, name in ((1, "out"), (2, "err")):
         os.dup2(os.open(folder / name, os.O_WRONLY | os.O_CREAT), stream)
-    if closed:
-        # As Python starts with a stdout that is closed.
-        os.close(1)
-        sys.stdout = None
-    sys.argv = ["train_llm.py", *argv]
-    runpy.run_path(str(REPO / "train_llm.py"), run_name="__main__")
+    first[0](*first[1:])
+    sys.argv = [program, *argv]
+    if program.endswith(".py"):
+        runpy.run_path(str(REPO / program), run_name="__main__")
+    else:
+        runpy.run_module(program, run_name="__main__", alter_sys=True)
 
 
-def forked(*argv: str | int, closed: bool = False) -> tuple[int, str, str]:
+def forked(
+    *argv: str | int,
+    program: str = "train_llm.py",
+    environ: dict[str, str] | None = None,
+    first: tuple = (int,),
+    limit: float = 90,
+) -> tuple[int, str, str]:
     """``python train_llm.py ARGV``, but for the seconds of its imports: forked from the fork
     server. Its exit code, what it printed, and what it said on stderr.
 
     Args:
-        closed: start it without a stdout.
+        program: a script of the repository, or a module.
+        environ: variables besides those of this process.
+        first: a function to call in the new process, and its arguments.
+        limit: seconds until it is killed.
     """
     with tempfile.TemporaryDirectory() as folder:
-        words = [*map(str, argv)], dict(os.environ), Path(folder), closed
+        words = program, [*map(str, argv)], os.environ | (environ or {}), Path(folder), first
         process = CONTEXT.Process(target=_alone, args=words, daemon=True)
         process.start()
-        process.join(90)
+        process.join(limit)
         process.kill()
         process.join()
-        out, err = ((Path(folder) / name).read_text() for name in ("out", "err"))
+        out, err = ((Path(folder) / name).read_text(errors="replace") for name in ("out", "err"))
         return process.exitcode, out, err
 
 

@@ -89,6 +89,15 @@ def test_overrides_are_listed(capsys, argv, said):
     assert config.model.head_size == (16 if "--head-dim" in argv else 32)
 
 
+def test_configuration_of_a_dataset_goes_with_it():
+    assert parse_flags(["--recipe", "llama3_8b"]).data.dataset_config == "sample-10BT"
+    same = ["--recipe", "llama3_8b", "--dataset", "HuggingFaceFW/fineweb-edu"]
+    assert parse_flags(same).data.dataset_config == "sample-10BT"
+    other = ["--recipe", "llama3_8b", "--dataset=synthetic"]
+    assert parse_flags(other).data.dataset_config is None
+    assert parse_flags([*other, "--dataset-config", "en"]).data.dataset_config == "en"
+
+
 def test_what_the_file_leaves_out_is_not_the_recipes():
     """The debug recipe has 8 kv heads; a config.json without the key means as many as heads."""
     model = with_model_config({}).model

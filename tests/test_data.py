@@ -1,11 +1,13 @@
 """Text to batches: bad records, tokenizers, the cache, and what each rank reads."""
 
 import contextlib
+import dataclasses
 import gzip
 import itertools
 import json
 import multiprocessing
 import os
+import shutil
 import signal
 import threading
 import time
@@ -15,6 +17,7 @@ import pytest
 import torch
 
 from training import text as text_module
+from training import token_cache
 from training import tokens as tokens_module
 from training.config import DataSection
 from training.data import (
@@ -408,6 +411,12 @@ def test_default_cache_dir(monkeypatch, tmp_path):
     file = write_jsonl(tmp_path / "x.jsonl", record("text"))
     folder = prepare_tokens(DataSection(dataset=str(file), eval_fraction=0), BYTES, log=lambda _: 0)
     assert folder.parent == tmp_path / "mine"
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("PARALLEL_RECIPES_CACHE", "~/mine")
+    assert tokens_module.default_cache_dir() == tmp_path / "mine"
+    monkeypatch.setenv("PARALLEL_RECIPES_CACHE", "~nobody-of-this-name/x")
+    with pytest.raises(DataError, match=r"no home directory .* PARALLEL_RECIPES_CACHE to a folder"):
+        tokens_module.default_cache_dir()
 
 
 def test_unwritable_cache_is_one_line(tmp_path):
@@ -515,6 +524,173 @@ def test_damaged_cache_says_to_delete_it(tmp_path, name):
     (folder / name).unlink()
     with pytest.raises(DataError, match=f"{folder} is damaged .*: delete the folder"):
         open_tokens(folder, 8)
+
+
+def make_cache(tmp_path, name="x", **section):
+    """A small corpus, and a function that starts with it: finds its folder, and opens it."""
+    file = write_jsonl(tmp_path / f"{name}.jsonl", *[record(f"document {i}") for i in range(300)])
+    section = DataSection(dataset=str(file), eval_fraction=0.3, **section)
+
+    def start(log=lambda line: None):
+        folder = prepare_tokens(section, BYTES, tmp_path / "cache", log)
+        return folder, open_tokens(folder, 8)
+
+    return start
+
+
+META = {
+    "a list": ("{", "[{"),
+    "nested": ("{", "[" * 50_000),
+    "objects": ('"<u2"', '"|O"'),
+    "floats": ('"<u2"', '"<f2"'),
+    "negative": ('"documents": 300', '"documents": -1'),
+    "text": ('"documents": 300', '"documents": "300"'),
+    "bool": ('"documents": 300', '"documents": true'),
+    "fraction": ('"documents": 300', '"documents": 300.0'),
+    "nan": ('"documents": 300', '"documents": NaN'),
+    "infinite": ('"documents": 300', '"documents": 1e400'),
+    "long": ('"documents": 300', '"documents": ' + "9" * 5000),
+    "unknown key": ('"documents"', '"files"'),
+    "digest": ('"train_sha256": "', '"train_sha256": "../'),
+    "vocabulary": ('"largest_id": 256', '"largest_id": 257'),
+    "tokenizer": (BYTES.fingerprint, "0" * 64),
+    "escapes": ('"documents": 300', '"\\u001b[31m": 300'),
+}
+
+
+@pytest.mark.parametrize("kind", META)
+def test_meta_is_checked_before_it_is_believed(tmp_path, kind):
+    start = make_cache(tmp_path)
+    folder, _ = start()
+    text = (folder / "meta.json").read_text()
+    assert META[kind][0] in text
+    (folder / "meta.json").write_text(text.replace(*META[kind], 1))
+    with pytest.raises(
+        DataError, match=rf"{folder} is damaged \(meta.json: .*: delete the folder"
+    ) as e:
+        start()
+    assert str(e.value).isprintable()
+
+
+@pytest.mark.parametrize("name", ["train.bin", "eval.bin", "meta.json", ""])
+@pytest.mark.parametrize("kind", ["fifo", "folder", "device", "broken link"])
+def test_only_regular_files_are_opened(tmp_path, name, kind):
+    start = make_cache(tmp_path)
+    folder, _ = start()
+    path = folder / name
+    shutil.move(path, tmp_path / "moved")
+    make = {
+        "fifo": os.mkfifo,
+        "folder": os.mkdir,
+        "device": lambda path: path.symlink_to("/dev/zero"),
+        "broken link": lambda path: path.symlink_to("nowhere"),
+    }
+    make[kind](path)
+    with pytest.raises(DataError, match=rf"{folder} is damaged \(.*: delete the folder"):
+        start()
+    (path.rmdir if kind == "folder" else path.unlink)()
+    path.symlink_to(tmp_path / "moved")  # to another disk, where there is room
+    assert start()[1].documents == 300
+
+
+@pytest.mark.parametrize("large", [False, True])
+def test_overwritten_tokens_are_found(tmp_path, monkeypatch, large):
+    if large:
+        monkeypatch.setattr(token_cache, "HASHED_WHOLE", 0)
+        monkeypatch.setattr(token_cache, "BLOCK", 100)
+    start, lines = make_cache(tmp_path), []
+    folder, data = start(lines.append)
+    assert not [line for line in lines if "hashing" in line]
+    file = folder / "train.bin"
+    whole, info = file.read_bytes(), file.stat()
+    for position in (0, len(whole) // 2, len(whole) - 2):
+        file.write_bytes(whole[:position] + b"\xff\xff" + whole[position + 2 :])
+        os.utime(file, ns=(1, 1))
+        with pytest.raises(
+            DataError, match=rf"{folder} is damaged \(train.bin: holds other tokens"
+        ):
+            start()
+        os.utime(file, ns=(1, info.st_mtime_ns))
+        if large and position == len(whole) // 2:
+            # Neither in the blocks that are hashed, nor given away by the time: by its batch.
+            data = start()[1].train
+            with pytest.raises(
+                DataError, match=rf"train.bin: token 65535 at position {position // 2}"
+            ):
+                train_batch(
+                    data,
+                    0,
+                    global_batch_size=len(data),
+                    seed=0,
+                    dp_rank=0,
+                    dp=1,
+                    batch_size=len(data),
+                )
+        else:
+            with pytest.raises(DataError, match="holds other tokens"):
+                start()
+    file.write_bytes(whole)
+    lines.clear()
+    start(lines.append)  # whole, if copied without its time
+    assert [line for line in lines if "hashing" in line] == [
+        f"data: hashing {file}, which was copied or touched"
+    ] * large
+
+
+def test_content_key_is_fixed_for_ever(tmp_path):
+    # A checkpoint holds it, and the same tokens must go on.
+    file = write_jsonl(tmp_path / "x.jsonl", record("one two"), record("three"))
+    section = DataSection(dataset=str(file), eval_fraction=0)
+    folder = prepare_tokens(section, BYTES, tmp_path / "cache", lambda line: None)
+    key = "94c2e3ae2368f794b7db504640e36f40010d958d515509f946f2ca9ba34e4471"
+    assert open_tokens(folder, 8).content_key == key
+
+
+@pytest.mark.parametrize("umask", [0o077, 0o022, 0o002])
+def test_folder_and_files_follow_the_umask_alike(tmp_path, umask):
+    before = os.umask(umask)
+    try:
+        folder, _ = make_cache(tmp_path)()
+    finally:
+        os.umask(before)
+    assert folder.stat().st_mode & 0o777 == folder.parent.stat().st_mode & 0o777 == 0o777 & ~umask
+    assert {file.stat().st_mode & 0o777 for file in folder.iterdir()} == {0o666 & ~umask}
+
+
+def test_cache_that_may_not_be_read_is_not_called_damaged(tmp_path, monkeypatch):
+    start = make_cache(tmp_path)
+    start()
+
+    def forbidden(path, *options):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(token_cache, "read_json", forbidden)
+    with pytest.raises(DataError, match=r"cannot be read \(meta.json: Permission denied\): get"):
+        start()
+
+
+def test_lock_that_is_no_file_is_refused_and_none_is_emptied(tmp_path):
+    start = make_cache(tmp_path)
+    folder, _ = start()
+    lock = folder.with_suffix(".lock")
+    shutil.rmtree(folder)
+    lock.unlink()
+    os.mkfifo(lock)
+    with pytest.raises(DataError, match=r"\.lock: is no regular file"):
+        start()
+    lock.unlink()
+    (tmp_path / "kept").write_text("kept")
+    lock.symlink_to(tmp_path / "kept")
+    start()
+    assert (tmp_path / "kept").read_text() == "kept"
+
+
+def test_token_that_the_tokenizer_should_not_have_is_refused(tmp_path):
+    file = write_jsonl(tmp_path / "x.jsonl", record("text"))
+    for size in (200, 100):
+        small = dataclasses.replace(BYTES, name="small", vocab_size=size)
+        with pytest.raises(DataError, match=f"--tokenizer small gives token 256, .* {size}"):
+            build(file, tmp_path, small)
 
 
 def test_too_little_text_names_both_numbers(tmp_path):

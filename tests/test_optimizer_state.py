@@ -1,15 +1,17 @@
-"""Moments that are stored in bfloat16: the update, what is lost, and checkpoints."""
+"""The optimizer's state: all of it from the start, and moments that are stored in bfloat16."""
 
 import shutil
+from typing import get_args
 
 import pytest
 import torch
 
+from planner.memory import memory_options
 from tests.launch import checkpoint_tensors, curve, train
 from tests.toy import deviation, train_toy
 from training import optimizer as updates
 from training.checks import MAX_ROUNDED_BETA
-from training.config import OptimizerSection
+from training.config import Config, OptimizerSection
 from training.optimizer import ShardedOptimizer
 
 BFLOAT16 = {"optimizer": "adamw", "lr": 0.01, "optimizer_state_dtype": "bfloat16"}
@@ -27,6 +29,20 @@ def update(model: torch.nn.Module, optimizer: ShardedOptimizer, step: int, skip=
         p.grad = torch.randn(p.shape, generator=generator, dtype=p.dtype) * (1 - skip)
         p.grad /= 1 - skip  # not a number where the step is to be skipped
     optimizer.step(0.01, torch.tensor(skip))
+
+
+@pytest.mark.parametrize("name", get_args(OptimizerSection.model_fields["optimizer"].annotation))
+def test_all_state_exists_from_the_start(name):
+    """What only a step makes is not there to be loaded into, and the planner counts all of it."""
+    model, section = small_model(), OptimizerSection(optimizer=name)
+    optimizer = ShardedOptimizer(model, section)
+    before = optimizer.named_state().keys()
+    update(model, optimizer, step=0)
+    optimizer.zero_grad()
+    assert optimizer.named_state().keys() == before
+    weights, moments = optimizer.held_bytes()
+    config = Config(optimizer=section, step={"dtype": "float64"})
+    assert moments / weights == 2 * memory_options(config).moment_bytes / 8
 
 
 @pytest.mark.parametrize("chunk", [7, 2**24])

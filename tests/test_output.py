@@ -57,9 +57,15 @@ def test_another_error_is_not_taken_for_that():
     assert done.returncode == 1 and done.stderr.startswith("Traceback")
 
 
+def close_stdout() -> None:
+    """As Python starts with a stdout that is closed."""
+    os.close(1)
+    sys.stdout = None
+
+
 def test_a_run_goes_on_without_stdout(tmp_path):
     """Closed from the start; a full one is tested with the reporter."""
     flags = [*SMALL, "--steps", "2", "--run-dir", tmp_path / "run"]
-    code, _, error = forked(*flags, closed=True)
+    code, _, error = forked(*flags, first=(close_stdout,))
     assert (code, error) == (0, "")
     assert json.loads((tmp_path / "run" / "status.json").read_text())["state"] == "finished"

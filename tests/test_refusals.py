@@ -624,6 +624,8 @@ PROCESSES = {
     "recipe": ("--recipe debgu", {}, ["debug"]),
     "wandb": ("--wandb online", {}, ["WANDB_API_KEY"]),
     "variables": ("", {"RANK": "0"}, ["WORLD_SIZE=None"]),
+    "file format": ("--dataset imagefolder", {}, ["--dataset imagefolder", "file format"]),
+    "no effect": ("--dataset-split test", {}, ["--dataset-split test", "--dataset stdlib"]),
     "run-dir": ("--run-dir no-netrc", {}, ["--run-dir no-netrc", "file"]),
 }
 

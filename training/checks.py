@@ -29,7 +29,7 @@ from training.checkpoint_dir import (
 from training.command_line import parse_flags
 from training.config import Config, ConfigError, flag
 from training.run_dir import RunDir
-from training.text import local_files
+from training.text_files import check_source
 from training.wandb_run import WandbRun, wandb_key_configured
 
 # Of the identity: the data are compared by content once they are open, tokenizer included, which
@@ -84,8 +84,8 @@ def check(config: Config, launch: Launch) -> Layout:
             "--wandb online needs an API key and finds none: set WANDB_API_KEY, "
             "run 'wandb login', or use --wandb offline"
         )
-    if launch.rank == 0 and config.data.dataset not in ("stdlib", "synthetic"):
-        local_files(config.data.dataset)
+    if launch.rank == 0:
+        check_source(config.data)
     # A checkpoint beats --init-from, whose weights are then not read.
     if launch.rank == 0 and config.init_from and not RunDir(config.run_dir).newest_checkpoint():
         _check_init_from(config)

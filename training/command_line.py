@@ -142,6 +142,8 @@ def parse_flags(argv: list[str], console: bool = True) -> Config:
         SystemExit: from tyro, for ``--help`` (0) and for what it cannot parse (2, and it says so).
     """
     defaults = load_recipe(_early_flag(argv, "--recipe") or "debug")
+    if (_early_flag(argv, "--dataset") or defaults.data.dataset) != defaults.data.dataset:
+        defaults.data.dataset_config = None  # that of the recipe is one of its own dataset
     source, stated = _take_hf_config(argv, defaults)
     # tyro's console_outputs leaves its report of a bad value on.
     quiet = contextlib.nullcontext() if console else contextlib.redirect_stderr(io.StringIO())

@@ -222,11 +222,15 @@ class DataSection(Section):
 
     dataset: str = Field(
         "stdlib",
-        description="stdlib (Python's own sources on this machine), a .txt, .jsonl or .parquet "
-        "file, a folder or glob of them, a Hugging Face dataset name, or synthetic.",
+        description="stdlib (Python's own sources on this machine), a .txt, .jsonl (both also "
+        ".gz or .zst) or .parquet file, a folder or glob of them, a Hugging Face dataset name, or "
+        "synthetic.",
     )
     dataset_config: str | None = Field(None, description="Configuration of a Hugging Face dataset.")
-    dataset_split: str = Field("train", description="Split of a Hugging Face dataset.")
+    dataset_split: str = Field(
+        "train",
+        description="Split of a Hugging Face dataset, or of files whose names speak of splits.",
+    )
     text_column: str = Field(
         "text", description="Field of a .jsonl, .parquet or hub record with the text."
     )

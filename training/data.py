@@ -8,6 +8,7 @@ step alone, never on how many ranks share it.
 import contextlib
 import hashlib
 import json
+import os
 import queue
 import threading
 from collections.abc import Callable, Iterator
@@ -20,7 +21,8 @@ import torch
 from torch import Tensor
 
 from training.loss import IGNORE_INDEX
-from training.text import DataError, one_line
+from training.text_files import DataError
+from training.token_cache import PARTS, TokensMeta, open_part, read_meta
 
 T = TypeVar("T")
 
@@ -32,10 +34,19 @@ class Sequences:
     ``tokens[i*S+1 : (i+1)*S+1]``: neighbours share one token, so that every token but the first is
     a target exactly once. n tokens give floor((n-1)/S) full sequences, ``len()``, which training
     uses, and ceil((n-1)/S) with the partial last one, ``len_with_tail``, which evaluation uses.
+    Tokens of the file ``path`` are at most ``largest_id``, or reading them is a :class:`DataError`.
     """
 
-    def __init__(self, tokens: np.ndarray, seq_len: int):
+    def __init__(
+        self,
+        tokens: np.ndarray,
+        seq_len: int,
+        *,
+        path: Path | None = None,
+        largest_id: int | None = None,
+    ):
         self.tokens, self.seq_len = tokens, seq_len
+        self.path, self.largest_id = path, largest_id
         self.len_with_tail = -(-max(len(tokens) - 1, 0) // seq_len)
 
     def __len__(self) -> int:
@@ -52,7 +63,16 @@ class Sequences:
             return torch.zeros(shape, dtype=torch.int64), torch.full(shape, IGNORE_INDEX)
         starts = np.asarray(indices, np.int64)[:, None] * self.seq_len
         where = starts + np.arange(self.seq_len + 1)  # [B, S+1]
-        window = self.tokens[np.minimum(where, len(self.tokens) - 1)].astype(np.int64)
+        where_read = np.minimum(where, len(self.tokens) - 1)
+        window = self.tokens[where_read]
+        if self.largest_id is not None and window.max(initial=0) > self.largest_id:
+            worst = window.argmax()
+            raise DataError(
+                f"{self.path}: token {window.flat[worst]} at position {where_read.flat[worst]} "
+                f"exceeds {self.largest_id}, the largest that was written: the file has changed; "
+                "delete its folder, and the next start builds it again"
+            )
+        window = window.astype(np.int64)
         past = where[:, 1:] >= len(self.tokens)
         inputs = np.where(past, 0, window[:, :-1])
         targets = np.where(past, IGNORE_INDEX, window[:, 1:])
@@ -78,38 +98,34 @@ def open_tokens(folder: Path, seq_len: int) -> TokenData:
     Raises:
         DataError: if it is damaged, or its training part is too short for one sequence.
     """
-    try:
-        meta = json.loads((folder / "meta.json").read_text())
-        train = _map_tokens(folder / "train.bin", meta["train_tokens"], meta["dtype"])
-        held_out = _map_tokens(folder / "eval.bin", meta["eval_tokens"], meta["dtype"])
-    except (OSError, ValueError, KeyError) as error:
-        raise DataError(
-            f"token cache {folder} is damaged ({one_line(error)}): delete the folder, "
-            "and the next start builds it again"
-        ) from None
+    meta = read_meta(folder)
+    train, held_out = (_map_tokens(folder, part, meta) for part in PARTS)
     if len(train) < seq_len + 1:
         raise DataError(
             f"--seq-len {seq_len} needs {seq_len + 1} tokens and the training part has "
             f"{len(train)}: use shorter sequences, more text or a smaller --eval-fraction"
         )
-    parts = [meta["train_sha256"], meta["eval_sha256"], meta["tokenizer"], seq_len]
+    parts = [meta.train_sha256, meta.eval_sha256, meta.tokenizer, seq_len]
+    train, held_out = (
+        Sequences(tokens, seq_len, path=folder / f"{part}.bin", largest_id=meta.largest_id)
+        for part, tokens in zip(PARTS, (train, held_out), strict=True)
+    )
     return TokenData(
-        train=Sequences(train, seq_len),
-        eval=Sequences(held_out, seq_len),
+        train=train,
+        eval=held_out,
         content_key=hashlib.sha256(json.dumps(parts).encode()).hexdigest(),
-        documents=meta["documents"],
-        skipped_records=meta["skipped_records"],
-        train_tokens=meta["train_tokens"],
-        eval_tokens=meta["eval_tokens"],
+        documents=meta.documents,
+        skipped_records=meta.skipped_records,
+        train_tokens=meta.train_tokens,
+        eval_tokens=meta.eval_tokens,
     )
 
 
-def _map_tokens(path: Path, tokens: int, dtype: str) -> np.ndarray:
-    expected, size = tokens * np.dtype(dtype).itemsize, path.stat().st_size
-    if size != expected:
-        raise ValueError(f"{path.name} has {size} bytes, not {expected}")
-    # An empty file cannot be mapped.
-    return np.memmap(path, dtype, mode="r") if size else np.zeros(0, dtype)
+def _map_tokens(folder: Path, part: str, meta: TokensMeta) -> np.ndarray:
+    with open_part(folder, part, meta) as file:
+        # An empty file cannot be mapped.
+        size = os.fstat(file.fileno()).st_size
+        return np.memmap(file, meta.dtype, mode="r") if size else np.zeros(0, meta.dtype)
 
 
 def _mix(x: np.ndarray) -> np.ndarray:

@@ -1,10 +1,9 @@
 """Where text comes from: files, the hub, the standard library. Knows nothing of tokens."""
 
 import codecs
-import glob
 import gzip
+import io
 import json
-import os
 import sysconfig
 import zlib
 from collections.abc import Callable, Iterable, Iterator
@@ -13,35 +12,43 @@ from typing import BinaryIO
 
 import numpy as np
 
-from training.config import ConfigError, DataSection
+from models.files import printable
+from training.config import DataSection
+from training.text_files import DataError, check_source, suffix_of
 
-SUFFIXES = (".txt", ".txt.gz", ".jsonl", ".jsonl.gz", ".parquet")
-
+COMPRESSED_CHUNK = 1 << 12  # a few kilobytes of zstandard may hold a hundred megabytes
 # Where a record is (file:line), and its text, or the exception that says why there is none.
 Record = tuple[str, object]
-
-
-class DataError(ConfigError):
-    """Bad data; the message is one line naming file and line (or the flag) and the fix."""
 
 
 def one_line(error: BaseException) -> str:
     """The first line of an error's text, or its type where it has none."""
     lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__
+    return printable(lines[0]) if lines else type(error).__name__
 
 
-def open_source(section: DataSection) -> tuple[list, Callable[[], Iterator[Record]]]:
-    """What identifies the corpus cheaply, without reading it, and a function that reads it."""
+def open_source(
+    section: DataSection, log: Callable[[str], None] = lambda line: None
+) -> tuple[list, Callable[[], Iterator[Record]]]:
+    """What identifies the corpus cheaply, without reading it, and a function that reads it.
+
+    ``log`` is told which files are used, where a name stands for many.
+
+    Raises:
+        DataError: for a source that cannot be found.
+    """
     name, column = section.dataset, section.text_column
+    local = check_source(section)
     if name == "synthetic":
         return ["synthetic", 1], _synthetic
     if name == "stdlib":
         files = _stdlib_files()
         return _stats(files), lambda: _stdlib(files)
-    files = local_files(name)
-    if files is None:
+    if local is None:
         return _hub(section)
+    files, line = local
+    if line:
+        log(line)
     return _stats(files), lambda: (r for file in files for r in _read(file, column))
 
 
@@ -80,64 +87,90 @@ def _stdlib(files: list[Path]) -> Iterator[Record]:
                 yield where, value
 
 
-def local_files(name: str) -> list[Path] | None:
-    """The files a path or glob stands for, sorted; None if the name can only be one of the hub."""
-    path = Path(name).expanduser()
-    if path.is_file():
-        found = [path]
-    elif path.is_dir():
-        found = [p for p in path.rglob("*") if p.is_file()]
-    elif glob.has_magic(name):
-        found = [Path(p) for p in glob.glob(str(path), recursive=True) if os.path.isfile(p)]
-    elif name.count("/") > 1 or name.startswith((".", "~", "/")) or name.endswith(SUFFIXES):
-        raise DataError(f"--dataset {name}: there is no such file or folder")
-    else:
-        return None
-    files = sorted(p for p in found if p.name.endswith(SUFFIXES))
-    if not files:
-        raise DataError(
-            f"--dataset {name}: holds none of {', '.join(SUFFIXES)}; convert the text to parquet "
-            "or jsonl (dataset scripts are never run)"
-        )
-    return files
-
-
 def _read(file: Path, column: str) -> Iterator[Record]:
-    if file.name.endswith((".txt", ".txt.gz")):
+    kind = suffix_of(file.name)
+    if kind.startswith(".txt"):
         return _read_txt(file)
-    if file.name.endswith(".parquet"):
+    if kind == ".parquet":
         return _read_parquet(file, column)
     return _read_jsonl(file, column)
 
 
+class _Zstandard(io.RawIOBase):
+    """What the frames of a file hold, one after another; ``EOFError`` if the last one is cut."""
+
+    def __init__(self, file: BinaryIO):
+        import zstandard
+
+        self._file, self._error = file, zstandard.ZstdError
+        # As zstd --long=31 writes, and needs 2 GiB of memory to be read.
+        self._decompressor = zstandard.ZstdDecompressor(max_window_size=1 << 31)
+        self._frame = self._decompressor.decompressobj()
+        self._rest = b""  # compressed bytes after the end of a frame
+        self._content = memoryview(b"")
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer) -> int:
+        while not self._content:
+            data = self._rest or self._file.read(COMPRESSED_CHUNK)
+            if not data and not self._frame.eof:
+                raise EOFError("the file ends within a zstandard frame")
+            if not data:
+                return 0
+            if self._frame.eof:
+                self._frame = self._decompressor.decompressobj()
+            try:
+                self._content = memoryview(self._frame.decompress(data))
+            except self._error as error:
+                raise OSError(str(error)) from None
+            self._rest = self._frame.unused_data if self._frame.eof else b""
+        count = min(len(buffer), len(self._content))
+        buffer[:count] = self._content[:count]
+        self._content = self._content[count:]
+        return count
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
+
+
 def _open(file: Path) -> BinaryIO:
-    return gzip.open(file) if file.suffix == ".gz" else file.open("rb")
+    compression = file.suffix.lower()
+    if compression == ".zst":
+        return io.BufferedReader(_Zstandard(file.open("rb")), 1 << 17)
+    if compression == ".gz":
+        if not file.stat().st_size:
+            raise EOFError("the file is empty, and gzip writes a header at least")
+        return gzip.open(file)
+    return file.open("rb")
 
 
 def _read_txt(file: Path) -> Iterator[Record]:
     """One record. A damaged file is one bad record, with nothing of it used."""
-    data = b""
+    name = printable(str(file))
     try:
         with _open(file) as f:
             data = f.read()
-        yield f"{file}:1", data.removeprefix(codecs.BOM_UTF8).decode()
+        yield f"{name}:1", data.removeprefix(codecs.BOM_UTF8).decode()
     except UnicodeDecodeError as error:
         line = error.object.count(b"\n", 0, error.start) + 1
-        yield f"{file}:{line}", error
+        yield f"{name}:{line}", error
     except (OSError, EOFError, zlib.error) as error:
-        yield f"{file}:1", error
+        yield f"{name}:1", error
 
 
 def _read_jsonl(file: Path, column: str) -> Iterator[Record]:
     """One record a line; lines of white space are none. What precedes a damage is still yielded."""
-    number = 0
+    name, number = printable(str(file)), 0
     try:
         with _open(file) as f:
             for number, line in enumerate(f, 1):
                 if line.strip():
-                    yield f"{file}:{number}", _json_text(line, column)
+                    yield f"{name}:{number}", _json_text(line, column)
     except (OSError, EOFError, zlib.error) as error:
-        yield f"{file}:{number + 1}", error
+        yield f"{name}:{number + 1}", error
 
 
 def _json_text(line: bytes, column: str) -> object:
@@ -160,17 +193,17 @@ def _read_parquet(file: Path, column: str) -> Iterator[Record]:
     import pyarrow
     from pyarrow import parquet
 
-    row = 0
+    name, row = printable(str(file)), 0
     try:
         with parquet.ParquetFile(file) as f:
             if column not in f.schema_arrow.names:
-                yield f"{file}:row 1", _no_column(column, f.schema_arrow.names)
+                yield f"{name}:row 1", _no_column(column, f.schema_arrow.names)
                 return
             for batch in f.iter_batches(1024, columns=[column]):
-                yield from _arrow_records(str(file), row, batch.column(0))
+                yield from _arrow_records(name, row, batch.column(0))
                 row += len(batch)
     except (OSError, pyarrow.ArrowException) as error:
-        yield f"{file}:row {row + 1}", OSError(one_line(error))
+        yield f"{name}:row {row + 1}", OSError(one_line(error))
 
 
 def _arrow_records(name: str, row: int, column: Iterable) -> Iterator[Record]:
@@ -187,9 +220,6 @@ def _hub(section: DataSection) -> tuple[list, Callable[[], Iterator[Record]]]:
 
     name, column = section.dataset, section.text_column
     config, split = section.dataset_config, section.dataset_split
-    if name in ("arrow", "csv", "json", "pandas", "parquet", "text", "xml"):
-        # The library would take these for the files of the current folder.
-        raise DataError(f"--dataset {name}: is a file format; name a parquet, jsonl or txt file")
     try:
         data = datasets.load_dataset(name, config, split=split)
     except Exception as error:  # the library raises nearly every type here

@@ -8,8 +8,9 @@ import json
 import os
 import shutil
 import socket
-import tempfile
+import stat
 import time
+import uuid
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,8 +21,9 @@ import numpy as np
 from training.config import DataSection
 from training.files import sync
 from training.text import DataError, Record, fault_of, one_line, open_source
+from training.token_cache import check_content, write_meta
 
-FORMAT = 1  # of the cache; a new number leaves old caches unread
+FORMAT = 2  # of the cache; a new number leaves old caches unread
 BATCH_DOCUMENTS = 256
 # An encoding takes about 100 bytes of memory per token before it becomes 2 or 4 bytes on disk.
 BATCH_CHARS = 1 << 20
@@ -134,9 +136,14 @@ class _Builder:
                 start = end
             yield Piece(value[start:], held_out, last=True)
 
-    def write(self, records: Iterator[Record], folder: Path) -> dict:
-        """Write train.bin, eval.bin and meta.json (returned), all of them flushed to the disk."""
+    def write(self, records: Iterator[Record], folder: Path) -> None:
+        """Write train.bin, eval.bin and meta.json, all of them flushed to the disk.
+
+        Raises:
+            DataError: for a bad record, and for an id that the tokenizer should not have.
+        """
         tokens, hashes, length = [0, 0], [hashlib.sha256(), hashlib.sha256()], 0
+        largest, vocab_size = 0, self.tokenizer.vocab_size
         with open(folder / "train.bin", "wb") as train, open(folder / "eval.bin", "wb") as held_out:
             for piece, ids in self.encode(records):
                 length += len(ids)
@@ -146,24 +153,29 @@ class _Builder:
                     self.documents += length > 0
                     self.skipped += length == 0
                     length = 0
-                data = np.array(ids, self.dtype).tobytes()
+                ids = np.array(ids, np.int64)
+                largest = max(largest, int(ids.max(initial=0)))
+                if largest >= vocab_size:
+                    raise DataError(
+                        f"--tokenizer {self.tokenizer.name} gives token {largest}, which is not "
+                        f"below its vocabulary of {vocab_size}: mend the tokenizer"
+                    )
+                data = ids.astype(self.dtype).tobytes()
                 (held_out if piece.held_out else train).write(data)
                 hashes[piece.held_out].update(data)
                 tokens[piece.held_out] += len(ids)
-        meta = {
-            "documents": self.documents,
-            "skipped_records": self.skipped,
-            "train_tokens": tokens[0],
-            "eval_tokens": tokens[1],
-            "dtype": self.dtype.str,
-            "train_sha256": hashes[0].hexdigest(),
-            "eval_sha256": hashes[1].hexdigest(),
-            "tokenizer": self.tokenizer.fingerprint,
-        }
-        (folder / "meta.json").write_text(json.dumps(meta, indent=1))
-        for path in (*folder.iterdir(), folder):
-            sync(path)
-        return meta
+        write_meta(
+            folder,
+            documents=self.documents,
+            skipped_records=self.skipped,
+            train_tokens=tokens[0],
+            eval_tokens=tokens[1],
+            dtype=self.dtype.str,
+            largest_id=largest,
+            train_sha256=hashes[0].hexdigest(),
+            eval_sha256=hashes[1].hexdigest(),
+            tokenizer=self.tokenizer.fingerprint,
+        )
 
     def encode(self, records: Iterator[Record]) -> Iterator[tuple[Piece, list[int]]]:
         """The pieces of the usable records with their ids, tokenised many at a time."""
@@ -185,13 +197,13 @@ def _batches(pieces: Iterator[Piece]) -> Iterator[list[Piece]]:
 
 def default_cache_dir() -> Path:
     """$PARALLEL_RECIPES_CACHE, or parallel-recipes below $XDG_CACHE_HOME or ~/.cache."""
-    if folder := os.environ.get("PARALLEL_RECIPES_CACHE"):
-        return Path(folder)
     try:
+        if folder := os.environ.get("PARALLEL_RECIPES_CACHE"):
+            return Path(folder).expanduser()
         return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "parallel-recipes"
     except RuntimeError:
         raise DataError(
-            "no home directory to cache tokens in: set PARALLEL_RECIPES_CACHE"
+            "no home directory to cache tokens in: set PARALLEL_RECIPES_CACHE to a folder"
         ) from None
 
 
@@ -211,33 +223,34 @@ def prepare_tokens(
             record unless they are to be skipped, and for a cache that cannot be written.
     """
     cache = cache_dir or default_cache_dir()
-    identity, records = open_source(section)
+    identity, records = open_source(section, log)
     key = [FORMAT, identity, tokenizer.fingerprint, section.text_column]
     key += [section.eval_fraction, section.skip_bad_records]
     folder = cache / hashlib.sha256(json.dumps(key).encode()).hexdigest()[:24]
     start, how = time.monotonic(), "from the cache"
     try:
         cache.mkdir(parents=True, exist_ok=True)
-        if not folder.exists():
+        # What is there, be it a link to nothing, is checked below and not built anew.
+        if not os.path.lexists(folder):
             with _lock(folder.with_suffix(".lock"), log) as alone, _threads():
-                if not folder.exists():
+                if not os.path.lexists(folder):
                     log(f"data: tokenising {section.dataset} with {tokenizer.name} into {folder}")
                     if alone:
                         _remove_leftovers(folder)
                     _build(section, tokenizer, records, folder)
                     how = "tokenised"
-        meta = json.loads((folder / "meta.json").read_text())
-    except (OSError, json.JSONDecodeError) as error:
+    except OSError as error:
         raise DataError(
             f"token cache {folder}: {one_line(error)}; make room, delete it, or set "
             "PARALLEL_RECIPES_CACHE to another folder"
         ) from None
+    meta = check_content(folder, tokenizer.vocab_size, tokenizer.fingerprint, log)
     log(
-        f"data: {section.dataset} {how}: {meta['documents']} documents, "
-        f"{meta['train_tokens']} train and {meta['eval_tokens']} held-out tokens, "
-        f"{meta['skipped_records']} records skipped, {time.monotonic() - start:.1f} s"
+        f"data: {section.dataset} {how}: {meta.documents} documents, "
+        f"{meta.train_tokens} train and {meta.eval_tokens} held-out tokens, "
+        f"{meta.skipped_records} records skipped, {time.monotonic() - start:.1f} s"
     )
-    if section.eval_fraction and not meta["eval_tokens"]:
+    if section.eval_fraction and not meta.eval_tokens:
         log(f"data: no document is held out with --eval-fraction {section.eval_fraction}")
     return folder
 
@@ -253,13 +266,15 @@ def _remove_leftovers(folder: Path) -> None:
 
 
 def _build(section: DataSection, tokenizer: Tokenizer, records: Callable, folder: Path) -> None:
-    temp = Path(tempfile.mkdtemp(prefix=_temp_prefix(folder), dir=folder.parent))
-    temp.chmod(0o755)  # other users of a shared cache read it
+    temp = folder.with_name(f"{_temp_prefix(folder)}{uuid.uuid4().hex[:8]}")
+    temp.mkdir()
     try:
-        meta = _Builder(section, tokenizer).write(records(), temp)
-        if not meta["documents"]:
-            skipped = meta["skipped_records"]
-            raise DataError(f"--dataset {section.dataset}: no usable text ({skipped} bad records)")
+        builder = _Builder(section, tokenizer)
+        builder.write(records(), temp)
+        if not builder.documents:
+            raise DataError(
+                f"--dataset {section.dataset}: no usable text ({builder.skipped} bad records)"
+            )
         try:
             os.rename(temp, folder)
         except OSError:
@@ -274,7 +289,11 @@ def _build(section: DataSection, tokenizer: Tokenizer, records: Callable, folder
 @contextlib.contextmanager
 def _lock(path: Path, log: Callable[[str], None]) -> Iterator[bool]:
     """Wait for the lock; yields False on a file system that has none, where the rename decides."""
-    with open(path, "w") as file:
+    # As it is: without waiting for the writer of a FIFO, or emptying what a link names.
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NONBLOCK, 0o666)
+    with os.fdopen(fd, "w") as file:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise OSError(f"{path}: is no regular file")
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -271,9 +271,8 @@ def render(
     return _put(script, "out=runs/$SLURM_JOB_NAME", f"out={folder}"), sbatch
 
 
-def main(argv: list[str] | None = None) -> int:
+def main(argv: list[str]) -> int:
     """The command; its exit code."""
-    argv = sys.argv[1:] if argv is None else argv
     try:
         options, train_flags = parse_command(argv)
         if Path.cwd() != REPO:
@@ -309,4 +308,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    run_command(main, "launch.slurm")
+    run_command(lambda: main(sys.argv[1:]), "launch.slurm")
