@@ -12,6 +12,7 @@ import time
 from functools import partial
 
 from training.checks import load_config
+from training.output import run_command, say
 from training.values import step_range
 
 
@@ -25,6 +26,11 @@ def main() -> None:
     # CUDA's caching allocator reads it once: blocks that grow leave fewer holes between them.
     if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    if launch.rank == 0 and not config.layout.print_plan:
+        # What comes next takes seconds, and says nothing.
+        processes = f"{layout.world_size} process{'es' if layout.world_size > 1 else ''}"
+        what = f"recipe {config.recipe}, layout {layout.name} on {processes}"
+        say(f"{what}, run directory {config.run_dir}; importing torch ...", sys.stdout)
 
     import torch
 
@@ -105,4 +111,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main, "train_llm.py")

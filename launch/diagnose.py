@@ -9,7 +9,6 @@ was printed, 1 the rank named by --stacks has left none, 2 the directory is no r
 import argparse
 import json
 import os
-import signal
 import socket
 import sys
 import time
@@ -18,6 +17,7 @@ from pathlib import Path
 from launch.verdict import Left, alike, collective_text, current, named, verdict, where
 from training.config import ConfigError
 from training.files import names_in
+from training.output import run_command
 from training.run_dir import RunDir, rank_ranges, read_object
 
 MAX_ROWS, MAX_LOGS = 30, 64
@@ -283,6 +283,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    # As of any tool whose output is read by head.
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
-    sys.exit(main())
+    run_command(main, "launch.diagnose")

@@ -22,6 +22,7 @@ from parallel.layout import Layout, LayoutError
 from training.checks import bare_launch, read_config, refuse
 from training.command_line import Parser, parse_flags, positive
 from training.config import Config, ConfigError
+from training.output import run_command
 
 if TYPE_CHECKING:
     from launch.meeting import Meeting
@@ -376,4 +377,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main, PROGRAM)

@@ -4,9 +4,11 @@ Torch-free, but for what looks at a model.
 """
 
 import collections
+import itertools
 import math
+import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from models.config import LlamaConfig
@@ -273,6 +275,28 @@ def _stage_lines(model: LlamaConfig, layout: Layout, seq_len: int) -> list[str]:
     return [describe_pipeline(layout), "", *columns(table), ""]
 
 
+def _block(row: ParameterRow) -> int | None:
+    number = re.match(r"model\.layers\.(\d+)\.", row.name)
+    return int(number[1]) if number else None
+
+
+def _equal_blocks_once(rows: list[ParameterRow]) -> list[ParameterRow]:
+    """The rows, with one block for all that follow it and are equal, as ``model.layers.0-31``."""
+    groups = []  # first and last block, and the rows of each, named within it
+    for number, block in itertools.groupby(rows, _block):
+        parts = [replace(x, name=x.name.removeprefix(f"model.layers.{number}.")) for x in block]
+        if groups and number is not None and groups[-1][1:] == [number - 1, parts]:
+            groups[-1][1] = number
+        else:
+            groups.append([number, number, parts])
+    shown = []
+    for first, last, parts in groups:
+        numbers = f"{first}" if first == last else f"{first}-{last}"
+        prefix = "" if first is None else f"model.layers.{numbers}."
+        shown += [replace(row, name=prefix + row.name) for row in parts]
+    return shown
+
+
 def format_plan(
     rows: list[ParameterRow],
     sent: dict[int, list[Collective]],
@@ -280,7 +304,7 @@ def format_plan(
     layout: Layout,
     seq_len: int,
 ) -> str:
-    """The tables as text; S(d) is a shard of dim d, R a replica.
+    """The tables as text; S(d) is a shard of dim d, R a replica. Equal blocks are shown once.
 
     Args:
         rows: parameters of rank 0.
@@ -293,8 +317,11 @@ def format_plan(
     hidden = {"cp", "pp"} | ({"tp"} if layout.tp == 1 else set())
     dims = " ".join(d for d in layout.mesh_dims if d not in hidden)
     dims = dims.replace(" dp", " dp x cp") if layout.cp > 1 else dims
-    table = [("parameter", "global shape", dims, "local shape", "bytes")]
-    table += [(r.name, r.shape, r.placements, r.local_shape, f"{r.bytes:,}") for r in rows]
+    table = [("parameter", "global shape", dims, "local shape", "bytes each")]
+    table += [
+        (r.name, r.shape, r.placements, r.local_shape, f"{r.bytes:,}")
+        for r in _equal_blocks_once(rows)
+    ]
     lines += columns(table)
     total = sum(row.bytes for row in rows)
     lines += ["", f"total {total:,} bytes of {model.num_parameters:,} parameters on this rank", ""]

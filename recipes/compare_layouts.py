@@ -13,6 +13,7 @@ import dataclasses
 import json
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -22,7 +23,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from parallel.layout import POWERSGD_START, Launch, LayoutError, layout_flags, parse_layout
+from models.files import printable
+from parallel.layout import POWERSGD_START, Launch, Layout, LayoutError, layout_flags, parse_layout
 from recipes.comparison_report import (
     Run,
     build_comparison,
@@ -33,21 +35,31 @@ from recipes.comparison_report import (
     read_run,
     steps_done,
 )
+from recipes.differences import differing_flags, named, statement
 from training.checks import check_ahead
 from training.command_line import Parser, parse_flags, positive
 from training.config import Config, ConfigError, flag
 from training.files import write_atomic
+from training.output import run_command
 from training.run_dir import RunDir
 
 TRAIN = Path(__file__).parent.parent / "train_llm.py"
 LAYOUTS = ["1x8", "2x4", "4x2", "8x1"]
 REFERENCE = "1x1"
-# Set here for each layout, or useless.
-OURS = ("--tp", "--cp", "--dp-replicate", "--run-dir", "--world-size", "--print-plan")
-# They change nothing that is compared, and may differ when a comparison goes on.
-FREE = {"--wandb", "--wandb-project", "--wandb-name", "--wandb-group", "--wandb-tags", *OURS}
-FREE |= {"--comm-timeout"}
+LAYOUT_FLAGS = tuple(layout_flags(REFERENCE)[::2])
+# Set here for each run.
+OURS = (*LAYOUT_FLAGS, "--run-dir", "--world-size", "--wandb-name", "--wandb-group")
+# A comparison has no use for them: every run goes on by itself until its last step.
+USELESS = ("--print-plan", "--resume", "--stop-after")
+# They change nothing that is compared, and may differ when a comparison goes on; so may those of
+# wandb.
+FREE = {"--comm-timeout", *OURS, *USELESS}
+# What no run uses without a layout of that dim.
+USED_WITH = {"--pp-schedule": "pp", "--sequence-parallel": "tp"}
 LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+REFUSAL = "train_llm.py: error: "
+# Where torchrun begins to say that a process has ended, after all of them have.
+TORCHRUN_REPORT = re.compile(r"E\d{4} .*torch/distributed/elastic/.*failed \(exitcode: ")
 LOG_TAIL = 20  # lines of a failed run's log that are shown
 # Seconds for a run to save and end. torchrun kills its ranks after 30 by itself; killed earlier, it
 # would leave them behind.
@@ -123,17 +135,38 @@ def parse_command(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     options, train_flags = parser.parse_known_args(argv)
     if options.help:
         parser.print_help()
-        print(f"\nFlags of train_llm.py, all of which may be given but {', '.join(OURS)}:\n")
+        print(
+            f"\nFlags of train_llm.py, all of which may be given but {', '.join(OURS + USELESS)}:\n"
+        )
         parse_flags([*train_flags, "--help"])
+    _check_options(options, train_flags)
+    _check_train_flags(options, train_flags)
+    return options, train_flags
+
+
+def _one_name(name: str) -> str:
+    """A layout's name as a run writes it: 2x4 for dp2-tp4, too."""
+    return Layout(**parse_layout(name), batch_size=1, micro_batches=1).name
+
+
+def _check_train_flags(options: argparse.Namespace, train_flags: list[str]) -> None:
     given = {arg.split("=")[0].replace("_", "-") for arg in train_flags}
-    refused = [*OURS, "--batch-size", "--global-batch-size"] if options.batch_sizes else OURS
-    for name in refused:
+    batch = ("--batch-size", "--global-batch-size") if options.batch_sizes else ()
+    for name in (*OURS, *batch):
         if name in given:
             raise ConfigError(
                 f"{name} is set for each layout: leave it out, and name the --layouts"
             )
-    _check_options(options, train_flags)
-    return options, train_flags
+    for name in USELESS:
+        if name in given:
+            raise ConfigError(f"{name} has no use in a comparison: leave it out")
+    for name, dim in USED_WITH.items():
+        layouts = options.layouts or ()
+        if name in given and layouts and all(parse_layout(x)[dim] == 1 for x in layouts):
+            raise ConfigError(
+                f"{name} changes nothing in --layouts {' '.join(layouts)}: leave it out, or name "
+                f"one with {dim}"
+            )
 
 
 def _check_options(options: argparse.Namespace, train_flags: list[str]) -> None:
@@ -146,7 +179,7 @@ def _check_options(options: argparse.Namespace, train_flags: list[str]) -> None:
         if options.collect and options.verdict:
             raise ConfigError("--collect RUN judges nothing: name the --out of a --verdict instead")
         return
-    options.layouts = options.layouts or LAYOUTS
+    options.layouts = [_one_name(name) for name in options.layouts or LAYOUTS]
     if repeated := [x for x in options.layouts if options.layouts.count(x) > 1]:
         raise ConfigError(f"--layouts has {repeated[0]} more than once")
     if options.batch_sizes:
@@ -218,6 +251,10 @@ def plan_runs(
     return base, curves, [planned(name, options.out / "float64", verdict) for name in names]
 
 
+def _is_free(name: str) -> bool:
+    return name in FREE or name.startswith("--wandb")
+
+
 def make_folder(out: Path) -> None:
     """Make the comparison directory, or refuse one that cannot be written to."""
     try:
@@ -240,7 +277,7 @@ def settle_flags(
     new = {"--recipe": base.recipe, "--init-from": base.init_from and str(base.init_from)}
     for section in base.model_dump(mode="json").values():
         if isinstance(section, dict):
-            new |= {flag(key): value for key, value in section.items() if flag(key) not in FREE}
+            new |= {flag(key): value for key, value in section.items() if not _is_free(flag(key))}
     sizes = options.batch_sizes or [None] * len(options.layouts)
     for name, size in zip(options.layouts, sizes, strict=True):
         new[f"--batch-sizes of {name}"] = size
@@ -354,6 +391,25 @@ def _on_signal(number: int, handler) -> Iterator[None]:
         signal.signal(number, before)
 
 
+def explain_failure(status: dict | None, printed: list[str]) -> tuple[str | None, list[str]]:
+    """Why a run has failed, if it said so, and the last lines of what it printed.
+
+    Args:
+        status: what this start has written to status.json, if anything.
+        printed: by this start, with torchrun's own report, which says less and comes last.
+    """
+    reports = [i for i, line in enumerate(printed) if TORCHRUN_REPORT.match(line)]
+    # Its first line has the exit code of the process, and so the signal that killed it.
+    printed = [printable(line) for line in printed[: reports[0] + 1 if reports else None]]
+    tail = printed[-LOG_TAIL:]
+    if status and status.get("error"):
+        rank, step, error = (printable(str(status.get(k))) for k in ("rank", "step", "error"))
+        where = f"rank {rank}" if step == "None" else f"rank {rank} in step {step}"
+        return f"failed on {where}: {error.removeprefix(f'step {step}: ')}", tail
+    refusal = next((line for line in printed if line.startswith(REFUSAL)), None)
+    return refusal and f"was refused: {refusal.removeprefix(REFUSAL)}", tail
+
+
 def run_one(run: PlannedRun, group: str, show: Show) -> None:
     """Train one run to its end; it goes on from its checkpoint if it has one.
 
@@ -366,8 +422,9 @@ def run_one(run: PlannedRun, group: str, show: Show) -> None:
     environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does, and then on one process too
     run.log.parent.mkdir(parents=True, exist_ok=True)
     show.begin(run)
-    started = time.monotonic()
+    started, before = time.monotonic(), RunDir(run.run_dir).read_status()
     with run.log.open("a", encoding="utf-8") as log:
+        begin = log.tell()
         log.write(f"$ {' '.join(run.command)}\n")
         log.flush()
         # A session of its own: Ctrl-C reaches this process alone, and it ends the run in order.
@@ -383,10 +440,15 @@ def run_one(run: PlannedRun, group: str, show: Show) -> None:
         finally:
             _end(child)
     if steps_done(run.run_dir) < run.config.step.steps:
-        status = (RunDir(run.run_dir).read_status() or {}).get("state", "never begun")
-        tail = run.log.read_text("utf-8", errors="replace").splitlines()[-LOG_TAIL:]
+        status = RunDir(run.run_dir).read_status()
+        # A start that was refused leaves what an earlier one has written.
+        status = None if status == before else status
+        printed = run.log.read_bytes()[begin:].decode("utf-8", errors="replace")
+        cause, tail = explain_failure(status, printed.splitlines())
+        state = (status or {}).get("state", "never begun")
         raise RunFailedError(
-            f"{run.name} ended with exit code {child.returncode}, status {status}; the end of "
+            (f"{run.name} {cause}\n" if cause else "")
+            + f"{run.name} ended with exit code {child.returncode}, status {state}; the end of "
             f"{run.log}:\n" + "\n".join("  " + line for line in tail)
         )
     show.end(run, time.monotonic() - started)
@@ -421,7 +483,10 @@ def judge_runs(comparison: dict, folder: Path) -> list:
     base = comparison["reference"]
     others = {name: folder / name for name in labels if name != base}
     try:
-        losses = {name: lossy(read_run(folder / name)) for name in labels}
+        runs = {name: read_run(folder / name) for name in labels}
+        if differing := differing_flags(list(runs.values())):
+            raise ValueError(f"they differ in {named(list(differing))}, and are not one training")
+        losses = {name: lossy(run) for name, run in runs.items()}
         if losses[base]:
             raise ValueError(f"the gradients of the reference {base} are compressed themselves")
         verdicts = judge(folder / base, others, losses)
@@ -450,7 +515,7 @@ def conclude(
     out, code = options.out, 0
     for name, values in comparison["differing_flags"].items():
         if not (options.batch_sizes and name == "--global-batch-size"):
-            print(f"note: the runs differ in {name}: {', '.join(map(str, values))}")
+            print(f"note: the runs differ in {name}: {printable(', '.join(map(str, values)))}")
     write_comparison(comparison, out)
     draw(comparison, out / "loss_curves.png")
     print_table(comparison)
@@ -458,6 +523,8 @@ def conclude(
         run_all(float64, out)
         code = int(any(v.finding for v in judge_runs(comparison, out / "float64")))
         write_comparison(comparison, out)
+        if code:
+            draw(comparison, out / "loss_curves.png")
     print(f"written: {out / 'comparison.json'}, {out / 'loss_curves.png'}")
     if code:
         print("after a fix, compare again with another --out: finished runs are not run again")
@@ -516,7 +583,7 @@ def collect(options: argparse.Namespace) -> int:
     named = [run for run in runs if run.layout.name == REFERENCE and not options.no_reference]
     comparison = build_comparison(runs, (named or runs)[0], [])
     if options.verdict and comparison["reference"] is None:
-        raise ConfigError("--verdict needs one global batch, and these runs' differ")
+        raise ConfigError(f"--verdict compares runs of one training: {statement(comparison)}")
     for run in runs if options.verdict else ():
         read_run(options.out / "float64" / run.label)  # refuses what has not finished
     return conclude(comparison, options, runs[0].config.run.wandb_project, [])
@@ -539,4 +606,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command(main, "compare_layouts")

@@ -10,15 +10,24 @@ import json
 import math
 import statistics
 import sys
+import textwrap
 import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
+from models.files import printable, read_bounded, read_json
 from parallel.layout import Layout, LayoutError, make_layout, parse_layout
 from parallel.plan import collectives
-from training.checks import identity
-from training.config import Config, ConfigError, flag
+from recipes.differences import (
+    OF_A_TRAINING,
+    differing_flags,
+    excess,
+    labels,
+    shown_flags,
+    statement,
+)
+from training.config import Config, ConfigError
 from training.run_dir import RunDir
 from training.wandb_run import wandb_key_configured, wandb_project
 
@@ -37,6 +46,7 @@ DASHES = (
     (0, (5, 1, 1, 1, 1, 1)),
 )
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
+TITLE_WIDTH = 120  # characters of a line
 PRECISIONS = ("bfloat16", "float32", "float64")
 
 
@@ -58,6 +68,20 @@ def steps_done(path: Path) -> int:
     return status.get("step", 0) if status.get("state") == "finished" else 0
 
 
+def _checked_row(row: dict) -> dict:
+    """A row of metrics.jsonl with the numbers that are compared.
+
+    Raises:
+        ValueError: if one is missing, or none.
+    """
+    for name in ("step", "tokens", "tokens_per_s", *QUANTITIES, "peak_memory_bytes"):
+        value, optional = row[name], name in (*QUANTITIES, "peak_memory_bytes")
+        number = isinstance(value, int | float) and math.isfinite(value)
+        if not number and not (optional and value is None):
+            raise ValueError(f"metrics.jsonl: {name} is {value!r}")
+    return row
+
+
 def read_run(path: Path, label: str | None = None) -> Run:
     """Read a finished run; the layout is that of its last start.
 
@@ -74,8 +98,11 @@ def read_run(path: Path, label: str | None = None) -> Run:
             "start its command again, or leave it out"
         )
     try:
-        start = json.loads(files.run_json.read_text("utf-8"))["starts"][-1]
-        rows = [json.loads(line) for line in files.metrics_jsonl.read_text("utf-8").splitlines()]
+        starts = read_json(files.run_json)["starts"]
+        # The first start has decided about the initial weights; all else is of the last one.
+        start = starts[-1] | {"first_command": starts[0].get("command", [])}
+        lines = read_bounded(files.metrics_jsonl, 1 << 30).splitlines()
+        rows = [_checked_row(json.loads(line)) for line in lines]
         config = Config(**tomllib.loads(files.config_toml.read_text("utf-8")))
         sizes = parse_layout(start["layout"])
         layout = make_layout(
@@ -165,27 +192,25 @@ def _describe(run: Run, reference: Run | None) -> dict:
     }
 
 
-def _differing(runs: list[Run]) -> dict[str, list]:
-    """Flags that make the runs different trainings, with each run's value."""
-    identities = [identity(run.config) for run in runs]
-    values = {flag(key): [i[key] for i in identities] for key in identities[0]}
-    values["--dataset"] = [run.config.data.dataset for run in runs]
-    values["--grad-compression"] = [run.config.memory.grad_compression for run in runs]
-    return {name: found for name, found in values.items() if any(v != found[0] for v in found)}
+def _first_above(curve: dict, steps: list[int], bound: list[float]) -> int | None:
+    """The first step at which a deviation is above the bound."""
+    bounds = dict(zip(steps, bound, strict=True))
+    over = (x for x, value in zip(curve["step"], curve["value"], strict=True) if value > bounds[x])
+    return next(over, None)
 
 
 def build_comparison(runs: list[Run], reference: Run, flags: list[str]) -> dict:
     """comparison.json, with the rounding bound of the dtype with the fewest digits.
 
-    Where gradients are compressed, the bound is at least that of the compression. Runs whose global
-    batches differ are not the same training: they have no deviations.
+    Where gradients are compressed, the bound is at least that of the compression. Runs of other
+    data, models or global batches are not the same training: they have no deviations.
     """
     import numpy as np
 
     from recipes.verdict import rounding_bound
 
-    differing = _differing(runs)
-    batches_differ = "--global-batch-size" in differing
+    differing = differing_flags(runs)
+    compared = not OF_A_TRAINING & differing.keys()
     steps = sorted({row["step"] for run in runs for row in run.rows})
     dtype = min((run.config.step.dtype for run in runs), key=PRECISIONS.index)
     bound = {q: rounding_bound(dtype, np.array(steps), q).tolist() for q in QUANTITIES}
@@ -195,35 +220,41 @@ def build_comparison(runs: list[Run], reference: Run, flags: list[str]) -> dict:
             max(value, *(lost.bound(step, quantity) for lost in losses)) if losses else value
             for step, value in zip(steps, values, strict=True)
         ]
+    entries = [_describe(run, reference if compared else None) for run in runs]
+    for entry in entries:
+        entry["above_bound"] = compared and {
+            quantity: _first_above(entry["deviation"][quantity], steps, bound[quantity])
+            for quantity in QUANTITIES
+        }
     return {
-        "recipe": Path(reference.config.recipe).stem,
-        "reference": None if batches_differ else reference.label,
-        "global_batches_differ": batches_differ,
+        "recipe": " and ".join(dict.fromkeys(Path(run.config.recipe).stem for run in runs)),
+        "reference": reference.label if compared else None,
+        "global_batches_differ": "--global-batch-size" in differing,
         "differing_flags": differing,
         "dtype": dtype,
         "grad_compressions": sorted({lost.compression for lost in losses}),
         "rounding_bound": {"step": steps} | bound,
         "flags": flags,
-        "layouts": [_describe(run, None if batches_differ else reference) for run in runs],
+        "layouts": entries,
     }
 
 
 def table_rows(comparison: dict) -> tuple[list[str], list[list[str]]]:
     """Headers and cells of the table, as text."""
-    differ, judged = comparison["global_batches_differ"], "verdict" in comparison
-    base = comparison["reference"]
-    headers = ["layout", "global\nbatch"] if differ else ["layout"]
-    headers += ["final loss\nnats/token"]
-    headers += [] if differ else [f"max {name} deviation\nrelative @step" for name in NAMES]
+    base, judged = comparison["reference"], "verdict" in comparison
+    differing, shown = comparison["differing_flags"], shown_flags(comparison)
+    headers = ["layout", *(_column(name) for name in shown), "final loss\nnats/token"]
+    headers += [f"max {name} deviation\nrelative @step" for name in NAMES] if base else []
     headers += ["tokens/s", "peak memory\nMiB per rank", "communicated\nMB per step and rank"]
     verdicts = {v["layout"]: v for v in comparison.get("verdict", ())}
     rows = []
-    for entry in comparison["layouts"]:
-        cells = [entry["label"]] + ([str(entry["global_batch_size"])] if differ else [])
+    for i, entry in enumerate(comparison["layouts"]):
+        cells = [entry["label"], *(printable(str(differing[name][i])) for name in shown)]
         cells.append("none" if entry["final_loss"] is None else f"{entry['final_loss']:.6f}")
-        for quantity in () if differ else QUANTITIES:
-            found = entry["max_deviation"][quantity]
-            cells.append("none" if not found else _deviation_cell(found))
+        if "--steps" in differing:
+            cells[-1] += f" @{entry['curve']['step'][-1]}"
+        for quantity in QUANTITIES if base else ():
+            cells.append(_deviation_cell(entry, quantity))
             if entry["label"] == base:
                 cells[-1] = "reference"
         peak = entry["peak_memory_bytes"]
@@ -236,8 +267,18 @@ def table_rows(comparison: dict) -> tuple[list[str], list[list[str]]]:
     return headers + (["verdict"] if judged else []), rows
 
 
-def _deviation_cell(found: dict) -> str:
-    return f"{found['value']:.1e} @{found['step']}" if found["value"] else "0 (equal)"
+def _column(name: str) -> str:
+    return "global\nbatch" if name == "--global-batch-size" else name.removeprefix("--")
+
+
+def _deviation_cell(entry: dict, quantity: str) -> str:
+    largest, above = entry["max_deviation"][quantity], entry["above_bound"][quantity]
+    if not largest:
+        return "none"
+    if not largest["value"]:
+        return "0 (equal)"
+    over = "" if above is None else f", above bound from {above}"
+    return f"{largest['value']:.1e} @{largest['step']}{over}"
 
 
 def _verdict_cell(verdict: dict | None) -> str:
@@ -280,9 +321,9 @@ def draw(comparison: dict, path: Path) -> None:
 
     figure = Figure(figsize=(12.8, 8.0), dpi=125, layout="constrained")
     FigureCanvasAgg(figure)
-    differ = comparison["global_batches_differ"]
-    axes = figure.subplots(1 if differ else 2, 2, squeeze=False)
-    if differ:
+    compared = comparison["reference"] is not None and len(comparison["layouts"]) > 1
+    axes = figure.subplots(2 if compared else 1, 2, squeeze=False)
+    if not compared:
         _draw_curves(axes[0][0], comparison, "step", "loss")
         _draw_curves(axes[0][1], comparison, "tokens", "loss")
     else:
@@ -290,22 +331,32 @@ def draw(comparison: dict, path: Path) -> None:
             _draw_curves(axes[0][column], comparison, "step", quantity)
             _draw_deviations(axes[1][column], comparison, quantity)
     # All panels have the same lines; the deviations add the bound.
-    lines, labels = axes[-1][0].get_legend_handles_labels()
-    if not differ:
-        first, names = axes[0][0].get_legend_handles_labels()
-        lines, labels = first + lines[-1:], names + labels[-1:]
-    figure.legend(lines, labels, loc="outside lower center", ncols=6, frameon=False, handlelength=5)
+    lines, names = axes[0][0].get_legend_handles_labels()
+    if compared:
+        extra, words = axes[1][0].get_legend_handles_labels()
+        lines, names = lines + extra[-1:], names + words[-1:]
+    # Long names would push the picture together.
+    columns = max(1, min(6, 150 // (12 + max(map(len, names)))))
+    place = {"loc": "outside lower center", "ncols": columns}
+    figure.legend(lines, names, frameon=False, handlelength=5, **place)
     figure.suptitle(_title(comparison), fontsize=13)
     figure.savefig(path)
 
 
 def _title(comparison: dict) -> str:
-    steps = max(comparison["rounding_bound"]["step"])
-    what = f"{comparison['recipe']}, {comparison['dtype']}, {steps} steps"
-    if comparison["global_batches_differ"]:
-        return f"{what}: global batches differ, so these are different trainings"
-    batch = comparison["layouts"][0]["global_batch_size"]
-    return f"{what}, global batch {batch} sequences: one training on every layout"
+    differing, entries = comparison["differing_flags"], comparison["layouts"]
+    lengths = sorted({entry["curve"]["step"][-1] for entry in entries})
+    facts = [comparison["recipe"]]
+    if "--dtype" not in differing:
+        facts.append(comparison["dtype"])
+    facts.append(f"{' to '.join(map(str, [*lengths[:1], *lengths[1:][-1:]]))} steps")
+    if "--global-batch-size" not in differing:
+        facts.append(f"global batch {entries[0]['global_batch_size']} sequences")
+    lines = [", ".join(facts), statement(comparison)]
+    lines = lines if differing else [": ".join(lines)]
+    bugs = [v["layout"] for v in comparison.get("verdict", ()) if v["finding"]]
+    more = [excess(comparison), f"bug by the float64 verdict: {', '.join(bugs)}" if bugs else None]
+    return "\n".join(textwrap.fill(line, TITLE_WIDTH) for line in [*lines, *filter(None, more)])
 
 
 def _styles(comparison: dict) -> list[dict]:
@@ -314,7 +365,7 @@ def _styles(comparison: dict) -> list[dict]:
 
     count = len(comparison["layouts"])
     # Equal curves lie on each other: the first is the widest, and shows on both sides.
-    wider = 0.0 if comparison["global_batches_differ"] else 3.0 / max(1, count - 1)
+    wider = 0.0 if comparison["reference"] is None else 3.0 / max(1, count - 1)
     return [
         {
             "linestyle": DASHES[i % len(DASHES)],
@@ -338,11 +389,9 @@ def _draw_curves(axis, comparison: dict, x: str, quantity: str) -> None:
     """Loss or gradient norm over steps or tokens, a line per layout."""
     from matplotlib.ticker import EngFormatter
 
-    layouts = comparison["layouts"]
+    layouts, names = comparison["layouts"], labels(comparison)
     for i, (entry, style) in enumerate(zip(layouts, _styles(comparison), strict=True)):
-        label, curve = entry["label"], entry["curve"]
-        if comparison["global_batches_differ"]:
-            label += f", global batch {entry['global_batch_size']}"
+        label, curve = names[i], entry["curve"]
         values = [math.nan if value is None else value for value in curve[quantity]]
         marks = _marked(len(values), i, len(layouts))
         axis.plot(curve[x], values, label=label, markevery=marks, **style)
@@ -386,7 +435,10 @@ def _draw_deviations(axis, comparison: dict, quantity: str) -> None:
     axis.minorticks_off()
     axis.axhline(floor, color="black", linewidth=0.6)
     _step_axis(axis)
-    axis.set_ylabel(f"{NAMES[QUANTITIES.index(quantity)]}: relative deviation from {base}")
+    name = NAMES[QUANTITIES.index(quantity)]
+    # A longer name would not fit there; the legend says which one it is.
+    whose = base if base in labels(comparison) else "the reference"
+    axis.set_ylabel(f"{name}: relative deviation from {whose}")
     axis.grid(alpha=0.3)
 
 

@@ -44,6 +44,7 @@ from training.checks import refuse
 from training.command_line import Parser
 from training.config import ConfigError
 from training.files import sync, write_atomic
+from training.output import run_command
 from training.run_dir import RunDir
 from training.text import one_line
 from training.tokenizer import GENERATION
@@ -359,4 +360,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command(main, "export_hf")

@@ -29,6 +29,7 @@ from recipes.run_tokenizer import load_run_tokenizer, read_generation
 from training.checks import refuse
 from training.command_line import positive
 from training.config import ConfigError
+from training.output import run_command
 
 if TYPE_CHECKING:
     from parallel.mesh import Ranks
@@ -176,4 +177,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command(main, "generate")

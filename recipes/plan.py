@@ -30,6 +30,7 @@ from training.checks import bare_launch, check, check_optimizer, refuse
 from training.command_line import Parser, load_recipe, parse_flags, positive
 from training.config import Config, ConfigError, to_toml
 from training.files import write_atomic
+from training.output import run_command
 
 # Relative error that is left of a step, above which constants are not worth a file.
 UNEXPLAINED = 0.2
@@ -419,11 +420,7 @@ def main(argv: list[str] | None = None) -> int:
             refuse(str(error), launch, "recipes.plan")
         print(f"recipes.plan: error: {error}", file=sys.stderr)
         return 2
-    except BrokenPipeError:
-        with contextlib.suppress(OSError):
-            sys.stdout.close()
-        return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command(main, "recipes.plan")

@@ -195,6 +195,8 @@ def judge(
         bound = loss.bound if loss else _exact
         rows = _read(run / "metrics.jsonl")
         deviation, worst = 0.0, None
+        if {row["step"] for row in rows} - expected.keys():
+            raise ValueError(f"{reference} and {run} did not log the same steps")
         for row in rows:
             for key in ("loss", "grad_norm"):
                 a, b = row[key], expected[row["step"]][key]

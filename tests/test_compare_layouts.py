@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 
 import recipes.verdict
-from recipes import compare_layouts
+from parallel.layout import layout_flags
+from recipes import compare_layouts, differences
 from recipes.compare_layouts import main
 from recipes.comparison_report import draw, print_table, table_rows
 from recipes.verdict import Lossy, Verdict, rounding_bound
@@ -137,7 +138,8 @@ def test_the_table_is_plain_and_whole(three, capsys, monkeypatch):
     lines = [re.split(r"\s{2,}", line.strip()) for line in text.splitlines()]
     assert lines[-2][0] == "2x1" and lines[-1][0].startswith("written: ")
     assert ["1x1", "1.000000", "reference", "reference", "700", "7", "0.0"] in lines
-    assert ["2x1", "0.900000", "2.5e-01 @2", "5.0e-01 @3", "700", "7", "0.4"] in lines
+    loss, norm = "2.5e-01 @2, above bound from 2", "5.0e-01 @3, above bound from 1"
+    assert ["2x1", "0.900000", loss, norm, "700", "7", "0.4"] in lines
     assert ["1x2", "1.000000", "0 (equal)", "0 (equal)", "700", "7", "0.3"] in lines
     assert lines[0] == [
         "final loss", "max loss deviation", "max grad norm deviation", "peak memory", "communicated"
@@ -158,6 +160,16 @@ def figures(monkeypatch):
 
     kept, save = [], Figure.savefig
     monkeypatch.setattr(Figure, "savefig", lambda self, *a: kept.append(self) or save(self, *a))
+    return kept
+
+
+@pytest.fixture
+def sketches(monkeypatch):
+    """The figures that would be written."""
+    from matplotlib.figure import Figure
+
+    kept = []
+    monkeypatch.setattr(Figure, "savefig", lambda self, *a: kept.append(self))
     return kept
 
 
@@ -234,6 +246,114 @@ def test_collect_names_what_differs_and_tells_equal_layouts_apart(tmp_path, thre
     assert comparison_of(out)["reference"] == "2x1"
 
 
+DIFFERING = {
+    "lr": (["--lr", "0.02"], ["lr 0.01", "lr 0.02"], "the runs differ in --lr", True),
+    "dtype": (
+        ["--dtype", "float64"], ["dtype float32", "dtype float64"], "3 steps, global batch", True
+    ),
+    "seed": (["--seed", "1"], ["seed 0", "seed 1"], "the runs differ in --seed", True),
+    "model": (["--intermediate-size", "96"], ["intermediate size 64", "size 96"], None, False),
+    "length of text": (["--seq-len", "64"], ["seq len 32", "seq len 64"], None, False),
+    "data": (["--dataset", "stdlib"], ["dataset synthetic", "dataset stdlib"], None, False),
+    "held out": (["--eval-fraction", "0.1"], ["eval fraction 0.01", "0.1"], None, False),
+    "batch": (["--global-batch-size", "12", "--lr", "1"], ["lr 0.01", "lr 1.0"], None, False),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DIFFERING)
+def test_differences_are_in_the_picture_and_the_table(name, tmp_path, sketches, capsys):
+    flags, words, title, compared = DIFFERING[name]
+    runs = [write_run(tmp_path / "a", "1x2"), write_run(tmp_path / "b", "1x2", *flags)]
+    assert main(["--collect", *map(str, runs), "--out", str(tmp_path / "c")]) == 0
+    shown = sketches[0].get_suptitle()
+    assert "one training" not in shown
+    assert title is None or title in shown
+    assert ("different trainings, without deviations" in shown) is not compared
+    legend = [text.get_text() for text in sketches[0].legends[0].get_texts()]
+    assert len(sketches[0].axes) == (4 if compared else 2)
+    for label, word in zip(legend, words, strict=False):
+        assert label.startswith("1x2, ") and word in label
+    (headers, cells), text = table_rows(comparison_of(tmp_path / "c")), capsys.readouterr().out
+    column = headers.index(flags[-2].removeprefix("--"))
+    assert [row[column] for row in cells] == [word.split()[-1] for word in words]
+    assert ("max loss deviation" in " ".join(text.split())) is compared
+
+
+def test_runs_of_different_lengths_are_compared_as_far_as_both_go(tmp_path, sketches):
+    long = write_run(tmp_path / "a", "1x2", loss=[4.0, 2.0, 1.0], norm=[1.0] * 3)
+    short = write_run(tmp_path / "b", "2x1", "--lr-decay-steps", "3", loss=[4.0, 3.0], norm=[1] * 2)
+    assert main(["--collect", str(long), str(short), "--out", str(tmp_path / "c")]) == 0
+    length, title, over = sketches[0].get_suptitle().split("\n")
+    assert "2 to 3 steps" in length
+    assert title == "the runs differ in --steps; deviations are of the steps that both have"
+    assert over == "above the bound: 2x1, steps 2 (from step 2)"
+    found = comparison_of(tmp_path / "c")
+    assert found["layouts"][1]["deviation"]["loss"] == {"step": [1, 2], "value": [0, 0.5]}
+    assert [row[2] for row in table_rows(found)[1]] == ["1.000000 @3", "3.000000 @2"]
+
+
+@pytest.mark.parametrize("name, content", [("--dataset", "equal"), ("--lr", "another")])
+def test_data_are_compared_by_content(name, content, tmp_path, sketches):
+    """A path may differ where a run was trained elsewhere, and stdlib holds what Python has."""
+    values = {"--dataset": ["stdlib", "synthetic"], "--lr": ["0.01", "0.01"]}[name]
+    runs = [write_run(tmp_path / x, "1x2", name, y) for x, y in zip("ab", values, strict=True)]
+    tokens = {path: "equal" if content == "equal" else path.name for path in runs}
+    with mock.patch("recipes.differences._content", tokens.get):
+        assert main(["--collect", *map(str, runs), "--out", str(tmp_path)]) == 0
+    differing = {} if content == "equal" else {"tokens": ["a", "b"]}
+    assert comparison_of(tmp_path)["differing_flags"] == differing
+
+
+def test_runs_that_are_no_one_training_have_no_verdict(tmp_path, capsys, sketches):
+    for layout in ("1x1", "2x1"):
+        lr = ("--lr", "0.01" if layout == "1x1" else "0.02")
+        write_run(tmp_path / layout, layout, *lr)
+        write_run(tmp_path / "float64" / layout, layout, *lr)
+    assert main(["--collect", "--out", str(tmp_path), "--verdict"]) == 1
+    assert "cannot be judged: they differ in --lr, and are not one training" in (
+        capsys.readouterr().err
+    )
+
+
+@pytest.mark.parametrize("row", ['{"step": 1}', "[]", "{", "", '"x"', "NaN"])
+def test_metrics_that_are_none_are_refused(row, three, capsys):
+    (three / "2x1" / "metrics.jsonl").write_text(row and f"{row}\n")
+    assert main(["--collect", str(three / "1x1"), str(three / "2x1")]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and str(three / "2x1") in error
+
+
+def test_steps_without_a_loss_leave_gaps(tmp_path, three, sketches):
+    nothing = write_run(tmp_path / "none", "1x2", loss=[None] * 3, norm=[None] * 3)
+    assert main(["--collect", str(three / "1x1"), str(nothing), "--out", str(tmp_path / "b")]) == 0
+    found = comparison_of(tmp_path / "b")
+    assert table_rows(found)[1][1][1:4] == ["none", "none", "none"]
+    assert np.isnan(sketches[0].axes[0].get_lines()[1].get_ydata()).all()
+
+
+BANNER = """E1130 22:53:11.2 8660 torch/distributed/elastic/multiprocessing/api.py:1002] failed (exitcode: -9)
+Traceback (most recent call last):
+torch.distributed.elastic.multiprocessing.errors.ChildFailedError:
+""".splitlines()  # noqa: E501
+FAILED = {"state": "failed", "rank": 3, "step": 7, "error": "step 7: no \x1b[31mmemory"}
+
+
+@pytest.mark.parametrize(
+    ("status", "printed", "cause", "tail"),
+    [
+        (FAILED, ["a", *BANNER], "failed on rank 3 in step 7: no \\x1b[31mmemory", 2),
+        (FAILED | {"step": None}, ["a"], "failed on rank 3: step 7: no \\x1b[31mmemory", 1),
+        (None, ["train_llm.py: error: --lr", "W", *BANNER], "was refused: --lr", 3),
+        ({"state": "stopped"}, ["x"] * 30, None, 20),
+        (None, BANNER, None, 1),
+    ],
+)
+def test_the_cause_comes_first(status, printed, cause, tail):
+    """And torchrun's report, but for the exit code in its first line, is left out."""
+    found, lines = compare_layouts.explain_failure(status, printed)
+    assert (found, len(lines)) == (cause, tail)
+
+
 def test_collect_leaves_out_or_refuses_what_has_not_finished(tmp_path, three, capsys):
     (three / "2x1" / "status.json").write_text('{"state": "running"}')
     assert main(["--collect", "--out", str(three)]) == 0
@@ -250,7 +370,7 @@ def test_collect_leaves_out_or_refuses_what_has_not_finished(tmp_path, three, ca
 
 COMPRESSED = ["--zero", "0", "--grad-compression"]
 REFUSED = {
-    "name": (["--layouts", "2y4"], ["'2y4'", "2x4"]),
+    "spelling": (["--layouts", "2y4"], ["'2y4'", "2x4"]),
     "zero": (["--layouts", "0x4"], ["'0x4'", "dp x tp"]),
     "heads": (["--layouts", "1x2", "1x3"], ["layout 1x3", "--num-attention-heads 4"]),
     "batch": (["--layouts", "1x2", "3x1"], ["layout 3x1", "--global-batch-size 8"]),
@@ -259,7 +379,28 @@ REFUSED = {
         ["layout 3x4", "--vocab-size 257 is not a multiple of --tp 4"],
     ),
     "twice": (["--layouts", "1x2", "1x2"], ["1x2 more than once"]),
-    "tp": (["--tp", "2"], ["--tp", "--layouts"]),
+    "same layout": (["--layouts", "1x2", "dp1-tp2"], ["1x2 more than once"]),
+    **{
+        f"{name} of a layout": ([name, "2", "--layouts", "2x2"], [f"{name} is set", "--layouts"])
+        for name in layout_flags("1x1")[::2]
+    },
+    "underscores": (["--dp_replicate=2"], ["--dp-replicate is set"]),
+    "equals": (["--pp=2"], ["--pp is set"]),
+    "name": (["--wandb-name", "x"], ["--wandb-name is set"]),
+    "resume": (["--resume", "step-3"], ["--resume has no use in a comparison"]),
+    "stop": (["--stop_after=1h"], ["--stop-after has no use in a comparison"]),
+    "schedule": (
+        ["--pp-schedule", "zbv", "--layouts", "1x2", "2x1"],
+        ["--pp-schedule changes nothing in --layouts 1x1 1x2 2x1"],
+    ),
+    "schedule of one": (
+        ["--pp-schedule", "zbv", "--layouts", "1x2", "pp2-dp1-tp1"],
+        ["layout pp2-dp1-tp1: --pp 2 with --pp-schedule zbv"],
+    ),
+    "micro-batch of one": (
+        ["--batch-size", "8", "--layouts", "1x2", "2x1"],
+        ["layout 2x1: --batch-size 8", "4 sequences"],
+    ),
     "run-dir": (["--run_dir=x"], ["--run-dir is set"]),
     "world": (["--world-size", "2"], ["--world-size is set"]),
     "steps": (["--steps", "0"], ["--steps", "greater than 0"]),
@@ -613,6 +754,7 @@ def test_a_real_comparison_and_again(tmp_path, capfd):
         # The trainer's own run, and its group.
         (offline,) = (out / entry["label"] / "wandb").glob("offline-run-*")
         assert b"real" in next(offline.glob("*.wandb")).read_bytes()
+    assert len({differences._content(out / name) for name in LOSS} - {None}) == 1
     starts = [json.loads((out / n / "run.json").read_text())["starts"] for n in LOSS]
     assert [len(s) for s in starts] == [1, 1, 1]
     assert [s[0]["layout"] for s in starts] == ["1x1", "2x1", "1x2"]

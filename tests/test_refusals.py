@@ -692,6 +692,15 @@ def test_the_stub_notices_an_import_of_torch(train):
     assert done.imported_torch and done.returncode == 1 and "ImportError: stub" in done.stderr
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_rank_0_says_what_starts_before_it_imports_torch(train, rank):
+    done = train("--tp 4", world(8) | {"RANK": str(rank), "LOCAL_RANK": str(rank)})
+    what = (
+        "recipe debug, layout 2x4 on 8 processes, run directory runs/debug; importing torch ...\n"
+    )
+    assert done.imported_torch and done.stdout == (what if rank == 0 else "")
+
+
 PROCESSES = {
     "range": ("--steps 0", {}, ["--steps", "0"]),
     "layout": ("--tp 3", world(4), ["--tp 3", "4 processes", "1, 2 or 4"]),

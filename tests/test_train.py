@@ -14,6 +14,9 @@ import numpy as np
 import pytest
 import torch
 
+from models.config import LlamaConfig
+from parallel.layout import make_layout
+from parallel.plan import ParameterRow, format_plan
 from tests.launch import SMALL, checkpoint_tensors, curve, forked, rows, run_main, train
 from tests.ranks import RankError, free_port
 
@@ -213,12 +216,12 @@ def test_print_plan():
     code, out, err = forked("--print-plan", "--tp", 4, "--world-size", 8)
     assert code == 0, err
     assert "layout 2x4, rank 0 of 8" in out
-    (line,) = [x for x in out.splitlines() if "layers.3.self_attn.o_proj" in x]
+    (line,) = [x for x in out.splitlines() if "self_attn.o_proj" in x]
     assert line.split() == [
-        "model.layers.3.self_attn.o_proj.weight", "(256,", "256)", "S(0)", "S(1)", "(128,", "64)",
+        "model.layers.0-3.self_attn.o_proj.weight", "(256,", "256)", "S(0)", "S(1)", "(128,", "64)",
         "32,768",
     ]  # fmt: skip
-    assert len([x for x in out.splitlines() if x.startswith("model.")]) == 4 * 9 + 2
+    assert len([x for x in out.splitlines() if x.startswith("model.")]) == 9 + 2
     assert re.match(r"plan: [\d.]+ MiB on the fullest ranks \(", out.splitlines()[-1])
 
 
@@ -232,3 +235,17 @@ def test_a_profile_of_chosen_steps(launched2, tmp_path):
             assert names.count(name) == 2, "of two steps"
         assert "[memory]" in names
     assert [row["step"] for row in rows(tmp_path)] == [1, 2, 3]
+
+
+def test_equal_blocks_are_shown_once():
+    """Not those that differ, or that are not neighbours, as in a pipeline of a V."""
+    sizes = {0: 8, 1: 8, 2: 4, 3: 8, 9: 8, 10: 8}
+    rows = [ParameterRow("model.norm.weight", (1,), "R", (1,), 4)]
+    rows += [ParameterRow(f"model.layers.{i}.w", (2,), "R", (2,), b) for i, b in sizes.items()]
+    model, layout = LlamaConfig(vocab_size=64), make_layout(world_size=1, tp=1, global_batch_size=1)
+    text = format_plan(rows, {}, model, layout, seq_len=8)
+    names = [
+        line.split()[0].removeprefix("model.") for line in text.splitlines() if "model." in line
+    ]
+    assert names == ["norm.weight", *(f"layers.{i}.w" for i in ("0-1", "2", "3", "9-10"))]
+    assert "total 48 bytes" in text

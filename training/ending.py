@@ -24,7 +24,8 @@ from training.config import Config
 from training.diagnosis import Diagnosis
 from training.heartbeat import Heartbeat, Stall
 from training.loop import LOST, SIGNAL, TIME, NonFiniteError
-from training.reporter import Reporter, duration, say
+from training.output import say
+from training.reporter import Reporter, duration
 from training.run_dir import LOGGER, LostRunError, RunDir
 from training.start import describe, git_commit
 from training.values import seconds

@@ -10,8 +10,8 @@ from typing import TextIO
 from training.config import RunSection
 from training.files import append_line, sync
 from training.metrics import finite
+from training.output import say
 from training.run_dir import RunDir
-from training.secrets import masked
 from training.wandb_run import WandbRun
 
 
@@ -31,15 +31,6 @@ def duration(seconds: float) -> str:
 
 def _decimal(number: float | None) -> str:
     return "none" if number is None else f"{number:.4f}"
-
-
-def say(text: str, stream: TextIO) -> None:
-    """Print a line at once, or not at all where the stream takes nothing more.
-
-    What a job prints is often redirected to the disk that is full, or to a reader that has gone.
-    """
-    with contextlib.suppress(OSError):
-        print(masked(text), file=stream, flush=True)
 
 
 class Reporter:

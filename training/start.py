@@ -39,7 +39,7 @@ from training.config import Config, ConfigError, flag, to_toml
 from training.data import TokenData, open_tokens
 from training.files import write_atomic
 from training.loop import batch_loss
-from training.reporter import say
+from training.output import say
 from training.run_dir import RunDir, rank_logger, rank_ranges
 from training.secrets import masked
 from training.text_files import DataError

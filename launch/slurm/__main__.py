@@ -22,6 +22,7 @@ from parallel.layout import Launch, LayoutError, layout_flags, parse_layout
 from training.checks import check_ahead, check_resume, find_checkpoint
 from training.command_line import Parser, parse_flags, positive, read_toml
 from training.config import Config, ConfigError, Section
+from training.output import run_command
 from training.secrets import has_credentials, is_secret, masked
 from training.values import CleanPath
 
@@ -321,4 +322,4 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    run_command(lambda: main(sys.argv[1:]), "launch.slurm")

@@ -42,6 +42,12 @@ trap '' USR1
 code=0
 wait "$pid" || code=$?
 
+# torchrun's own report comes last and says less.
+if [ "$(field state)" = failed ] && [ "$(field time)" != "$before" ]; then
+    error=$(sed -nE 's/^ *"error": "(.*)",?$/\1/p' "$run_dir/status.json")
+    echo "$run_dir failed on rank $(field rank) in step $(field step): $error" >&2
+fi
+
 # Requeued is what stopped on purpose, in a start of this job, with progress made: not what has
 # finished, has failed, never began, or was cancelled.
 if [ "$(field state)" = stopped ] && [ "$(field time)" != "$before" ]; then
