@@ -626,3 +626,17 @@ def test_lr_is_a_function_of_the_step_alone():
     forth = [lr_at(section, 20, step) for step in range(1, 30)]
     back = [lr_at(section, 20, step) for step in range(29, 0, -1)]
     assert forth == back[::-1] and len(set(forth[:20])) > 10
+
+
+def test_a_field_that_a_checkpoint_lacks_has_its_default():
+    """As one that was written before there was such a field."""
+    checkpoint = save([])
+    state = json.loads((checkpoint / "state.json").read_text())
+    del state["identity"]["optimizer_state_dtype"], state["identity"]["rope_scaling"]
+    (checkpoint / "state.json").write_text(json.dumps(state))
+    write_sums(checkpoint, {"state.json": file_sum(checkpoint / "state.json")})
+    check_resume(parse_flags([]), checkpoint)
+    with pytest.raises(
+        ConfigError, match=r"--optimizer-state-dtype bfloat16 differs from the float32"
+    ):
+        check_resume(parse_flags(["--optimizer-state-dtype", "bfloat16"]), checkpoint)

@@ -636,13 +636,10 @@ def test_warning(monkeypatch, capsys, argv, environ, fragments):
     "launch, message, err",
     [
         (Launch(0, 8, 0, 4), "no", "train_llm.py: error: no\n"),
-        (Launch(0, 8, 0, 4), "", ""),  # tyro has spoken
         (Launch(1, 8, 1, 4), "no", ""),
         # Nobody ended the first rank of another node: only there is something wrong.
         (Launch(4, 8, 0, 4), "no", r"train_llm.py: error: rank 4 on \S+: no\n"),
         (Launch(5, 8, 1, 4), "no", ""),
-        # Of tyro's report nothing was said there; an empty complaint would help nobody.
-        (Launch(4, 8, 0, 4), "", r"(train_llm.py: error: rank 4 on \S+: \S.+\n)?"),
     ],
 )
 def test_who_speaks(monkeypatch, capsys, launch, message, err):
@@ -727,8 +724,7 @@ def test_process_is_refused(train, tmp_path, argv, environ, fragments):
 def test_process_with_an_unknown_flag_is_refused(train):
     done = train("--seqlen 3")
     assert done.returncode == 2 and done.stdout == "" and not done.imported_torch
-    assert done.stderr.count("╭") == 1 and "--seq-len" in done.stderr
-    assert "Traceback" not in done.stderr and "train_llm.py: error" not in done.stderr
+    assert re.fullmatch(r"train_llm\.py: error: .*--seqlen.*--seq-len.*\n", done.stderr)
     assert done.seconds < 5
 
 

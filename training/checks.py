@@ -95,8 +95,7 @@ def check(config: Config, launch: Launch) -> Layout:
         _check_init_from(config)
     if run.calibration:
         load_machine("", run.calibration)
-    if config.run_dir.exists() and not config.run_dir.is_dir():
-        raise ConfigError(f"--run-dir {config.run_dir} is a file: name a directory")
+    _check_run_dir(config)
     return layout
 
 
@@ -173,6 +172,11 @@ def identity(config: Config) -> dict:
     }
 
 
+def _check_run_dir(config: Config) -> None:
+    if config.run_dir.is_file():
+        raise ConfigError(f"--run-dir {config.run_dir} is a file: name a directory")
+
+
 def find_checkpoint(config: Config) -> Path | None:
     """The checkpoint that ``--resume`` names, or the newest one whose state can be read.
 
@@ -180,6 +184,7 @@ def find_checkpoint(config: Config) -> Path | None:
         ConfigError: if there is none of the name, or if the folder or what is in it exists and
             cannot be read.
     """
+    _check_run_dir(config)
     folder = RunDir(config.run_dir).checkpoints
     if not config.run.resume:
         return newest_checkpoint(folder)
@@ -220,10 +225,12 @@ def check_resume(config: Config, checkpoint: Path) -> None:
         config.optimizer.lr_decay_steps = saved.get("lr_decay_steps")
     if config.model.vocab_size is None:
         config.model.vocab_size = saved.get("vocab_size")
+    # A checkpoint that was written before there was such a field has its default.
+    saved = identity(Config()) | saved
     for key, value in identity(config).items():
-        if key not in NOT_COMPARED and value != saved.get(key):
+        if key not in NOT_COMPARED and value != saved[key]:
             raise ConfigError(
-                f"{flag(key)} {value} differs from the {printable(str(saved.get(key)))[:200]} of "
+                f"{flag(key)} {value} differs from the {printable(str(saved[key]))[:200]} of "
                 f"{checkpoint}: use the same value, or another --run-dir"
             )
 
@@ -237,7 +244,7 @@ def refuse(message: str, launch: Launch, program: str = "train_llm.py") -> None:
     if launch.rank != 0:
         time.sleep(10)
         message = f"rank {launch.rank} on {socket.gethostname()}: {message}"
-    if launch.local_rank == 0 and message:
+    if launch.local_rank == 0:
         print(f"{program}: error: {message}", file=sys.stderr, flush=True)
     sys.stdout.flush()
     # Not sys.exit: other threads and exit handlers must not delay the end.
