@@ -22,6 +22,7 @@ from training.checkpoint_dir import read_checkpoint_state
 from training.config import Config, seconds
 from training.diagnosis import Diagnosis
 from training.heartbeat import Heartbeat, Stall
+from training.launcher import GONE, Launcher, report_failure
 from training.loop import SIGNAL, TIME, NonFiniteError
 from training.reporter import Reporter, duration, say
 from training.run_dir import RunDir, rank_logger
@@ -55,6 +56,9 @@ def reporting(
             reporter.close(exit_code=1)
         with contextlib.suppress(OSError):
             sys.stdout.flush()
+        # torchrun prints that of the rank that it sees end first, which need not have spoken.
+        if said := (run.read_status() or {}).get("error"):
+            report_failure(said)
         with _speaking:
             # Not sys.exit: a process group whose peers are gone may never come down.
             os._exit(1)
@@ -154,20 +158,26 @@ def report_save(
     return report
 
 
-def stop_requests(started: float, stop_after: str | None) -> Callable[[], str | None]:
+def stop_requests(
+    started: float, stop_after: str | None, launcher: Launcher
+) -> Callable[[], str | None]:
     """Catch the signals that ask to stop; the result says why this process is to stop, or None.
 
     Args:
         started: ``time.monotonic()`` when the process began.
         stop_after: ``--stop-after``.
+        launcher: its end is a reason to stop, from here on at a step.
     """
     received = []
+    launcher.training = True
     for name in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
         signal.signal(name, lambda number, _: received.append(number))
     end = started + seconds(stop_after) if stop_after else math.inf
 
     def why() -> str | None:
-        return SIGNAL if received else TIME if time.monotonic() >= end else None
+        if received:
+            return SIGNAL
+        return GONE if launcher.gone() else TIME if time.monotonic() >= end else None
 
     return why
 
