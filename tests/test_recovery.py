@@ -27,6 +27,7 @@ from tests.launch import (
     train,
 )
 from tests.ranks import RankError, free_port
+from tests.stuck import STUCK, named
 from tests.test_checkpoint import flip
 from tests.torture import flags, torture
 
@@ -245,6 +246,19 @@ def test_a_rank_that_is_behind_is_named(fresh, tmp_path, diagnosis):
     said = diagnosis(tmp_path)
     assert "not joined" in said and "left nothing" not in said
     assert "training/loop.py" in diagnosis(tmp_path, "--stacks", 1)
+
+
+@pytest.mark.parametrize(
+    ("layout", "phase", "where"),
+    [("2x2", "evaluation", "tests/stuck.py"), ("pp2-dp1-tp2", "forward", "tests/stuck.py"),
+     ("2x2", "save", "training/checkpoint.py")],
+)  # fmt: skip
+def test_a_rank_that_is_stuck_within_a_phase_is_named(layout, phase, where, tmp_path, diagnosis):
+    """The short form of ``python -m tests.stuck``: no phase tells it from the others."""
+    found = named(layout, phase, "asleep", tmp_path)
+    assert found["state"] == "failed" and found["rank"] == STUCK, found
+    assert f"rank {STUCK} on " in found["error"] and f", at {where}:" in found["error"]
+    assert f"Rank {STUCK} is in no collective, but at {where}:" in diagnosis(tmp_path)
 
 
 def fail_on_one(argv: list[str], port: int):
