@@ -50,7 +50,8 @@ def named(layout: str, phase: str, how: str, run_dir: Path) -> dict:
     """What status.json says of such a run."""
     group = Group(4, process_group=False)
     argv = [*SMALL, *LAYOUTS[layout], "--run-dir", run_dir, "--steps", 9, "--comm-timeout", 5]
-    argv += ["--eval-every", 2, "--eval-batches", 1, "--checkpoint-every", 3]
+    argv += ["--checkpoint-every", 3]
+    argv += ["--eval-every", 2, "--eval-batches", 1] if phase == "evaluation" else []
     try:
         group.run(hang, [str(word) for word in argv], free_port(), phase, how)
     except RankError:

@@ -214,6 +214,18 @@ def test_a_stopped_rank_is_named_within_the_timeout(tmp_path, diagnosis):
     (last,) = (int(word) for word in found["error"].split("last in step ")[1].split(",")[:1])
     assert last == found["step"] > 1
     assert err.count("train_llm.py: error") == 1 and found["error"] in err
+    assert f"traceback : {found['error']}" in err, "torchrun's report ends with it"
+
+
+def test_ranks_stop_when_torchrun_is_killed(tmp_path):
+    argv = [*SMALL, "--tp", 2, "--run-dir", tmp_path, "--steps", 10**6, "--log-every", 50]
+    process = command(*argv, launcher=TORCHRUN)
+    wait_until((tmp_path / "metrics.jsonl").exists, process)
+    process.kill()
+    _, err = process.communicate(timeout=60)  # ends with the ranks, which hold the pipes
+    found = status(tmp_path)
+    assert found["state"] == "stopped" and found["reason"] == "torchrun has ended", err
+    assert (tmp_path / f"checkpoints/step-{found['step']:08d}/state.json").exists()
 
 
 def hang(argv: list[str], port: int):

@@ -222,7 +222,7 @@ def refuse(message: str, launch: Launch, program: str = "train_llm.py") -> None:
     first on another node speaks up if nobody ended it: only its node knows what is wrong.
     """
     if message:
-        report_failure(f"{program}: error: {message}")
+        report_failure(message)
     if launch.rank != 0:
         time.sleep(10)
         message = message or "bad command line; rank 0 says more"

@@ -55,7 +55,7 @@ def refusing(launch: Launch) -> Iterator[None]:
         refuse(str(error), launch)
     except MeetingError as error:
         if str(error):
-            report_failure(f"train_llm.py: error: {error}")
+            report_failure(str(error))
             say(f"train_llm.py: error: {error}", sys.stderr)
         os._exit(1)
 
