@@ -220,9 +220,10 @@ def begin_run(
 
 
 def _git_commit() -> str | None:
-    with contextlib.suppress(OSError, subprocess.CalledProcessError):
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
         here = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
-        return subprocess.run(here, capture_output=True, text=True, check=True).stdout.strip()
+        words = {"capture_output": True, "text": True, "check": True, "timeout": 30}
+        return subprocess.run(here, **words).stdout.strip()
     return None
 
 
