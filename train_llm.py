@@ -12,13 +12,15 @@ import time
 from functools import partial
 
 from training.checks import load_config
+from training.launcher import Launcher
 from training.output import run_command, say
 from training.values import step_range
 
 
 def main() -> None:
     """Train one run, or continue it."""
-    started = time.monotonic()
+    started, launcher = time.monotonic(), Launcher()
+    launcher.watch_start()
     # It asks all ranks where they are, once they train, and is to end none that still starts up.
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)
     # Bad input ends here, before torch is imported and before any process group is built.
@@ -55,7 +57,9 @@ def main() -> None:
     with start.refusing(launch):
         tokenizer = start.load_run_tokenizer(config, launch)
         start.resolve_vocabulary(config, layout, tokenizer)
-        ranks = init_ranks(launch, layout, config.run.comm_timeout, config.memory.cpu_offload)
+        store = start.meet_ranks(config, launch)
+        cpu_offload = config.memory.cpu_offload
+        ranks = init_ranks(launch, layout, config.run.comm_timeout, cpu_offload, store)
         run, checkpoint = start.open_run(config, ranks)
         data = start.open_data(config, tokenizer, ranks)
         start.check_data(config, data, checkpoint)
@@ -94,7 +98,7 @@ def main() -> None:
             profiler = Profiler(step_range(config.run.profile), run.profile, ranks)
 
         # From here on a signal means: finish the step, save, and leave.
-        stop_requested = ending.stop_requests(started, config.run.stop_after, run, ranks)
+        stop_requested = ending.stop_requests(started, config.run.stop_after, run, ranks, launcher)
         with collecting_together(), Checkpointer(
             run.checkpoints, model, optimizer, progress, ranks, config.run,
             identity=start.run_identity(config, data, tokenizer), started_from=checkpoint,

@@ -14,11 +14,12 @@ import sys
 import time
 from pathlib import Path
 
-from launch.verdict import Left, alike, collective_text, current, named, verdict, where
+from launch.verdict import Left, alike, collective_text, named, verdict, where
 from training.config import ConfigError
 from training.files import names_in
 from training.output import run_command
 from training.run_dir import RunDir, rank_ranges, read_object
+from training.waiting import current
 
 MAX_ROWS, MAX_LOGS = 30, 64
 RECORD = {

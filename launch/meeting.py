@@ -5,7 +5,6 @@ import datetime
 import json
 import os
 import socket
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +12,7 @@ import torch.distributed as dist
 
 from launch.node import listing
 from parallel.layout import Launch
-from parallel.mesh import master_address
+from parallel.rendezvous import MeetingError, meet
 
 LEAVE_S = 5.0  # for the others to read the last word, where the store is in rank 0
 RANKS_LISTED = 8
@@ -24,56 +23,29 @@ class EndedError(Exception):
 
 
 def join_store(launch: Launch, timeout: float) -> dist.Store:
-    """The store at the master address, without waiting for all ranks.
+    """The store that all ranks share.
 
     Raises:
-        EndedError: if it cannot be reached, naming address and port.
+        EndedError: if they do not come together.
     """
-    if launch.world_size == 1:
-        return dist.HashStore()
-    address, port = master_address()
-    me = f"rank {launch.rank} on {socket.gethostname()}"
-    # torchrun holds the store in the agent of the first node.
-    holds = launch.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    fix = "check MASTER_ADDR and MASTER_PORT, that rank 0 runs there, and the firewall"
-    if fault := _try_address(address, port, timeout, holds):
-        where = "listen at" if holds else "reach"
-        raise EndedError(
-            f"{me} cannot {where} the master address {address}:{port} ({fault}): {fix}"
-        )
     try:
-        store = dist.TCPStore(
-            address, port, launch.world_size, holds, datetime.timedelta(seconds=timeout),
-            wait_for_workers=False, multi_tenant=True,
-        )  # fmt: skip
-    except RuntimeError as error:
-        first = str(error).splitlines()[0]
-        raise EndedError(
-            f"{me}: no store at the master address {address}:{port} ({first}): {fix}"
-        ) from None
-    restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return dist.PrefixStore(f"preflight{restart}", store)
+        return meet(launch, timeout)
+    except MeetingError as error:
+        if not error.missing:
+            raise EndedError(str(error)) from None
+        raise EndedError(_silent(_ranks(error.missing), timeout, "start")) from None
 
 
-def _try_address(address: str, port: int, timeout: float, holds: bool) -> str | None:
-    """What is wrong with the master address, seen with a plain socket; torch's words are many."""
-    deadline = time.monotonic() + timeout
-    while True:
-        try:
-            if holds:
-                info = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
-                with socket.socket(info[0], socket.SOCK_STREAM) as probe:
-                    probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                    probe.bind(info[4])
-            else:
-                left = max(0.1, deadline - time.monotonic())
-                socket.create_connection((address, port), timeout=left).close()
-            return None
-        except OSError as error:
-            # The others may be here before rank 0 listens.
-            if holds or time.monotonic() > deadline:
-                return f"{error.strerror or error}" + ("" if holds else f", for {timeout:g} s")
-        time.sleep(0.2)
+def _ranks(ranks: list[int]) -> str:
+    listed = listing([str(rank) for rank in ranks], RANKS_LISTED)
+    return f"rank{'s' if len(ranks) > 1 else ''} {listed}"
+
+
+def _silent(who: str, timeout: float, what: str) -> str:
+    return (
+        f"{who} did not answer within {timeout:g} s ({what}): look "
+        "whether the process runs there, or is stopped or gone"
+    )
 
 
 class Meeting:
@@ -175,8 +147,7 @@ class Meeting:
 
     def who(self, ranks: list[int]) -> str:
         """Some ranks and their nodes, in words (on rank 0)."""
-        listed = listing([str(rank) for rank in ranks], RANKS_LISTED)
-        text = f"rank{'s' if len(ranks) > 1 else ''} {listed}"
+        text = _ranks(ranks)
         nodes = list(dict.fromkeys(self.host.get(rank, "") for rank in ranks))
         return f"{text} on {listing(nodes)}" if all(nodes) else text
 
@@ -190,9 +161,6 @@ class Meeting:
         except dist.DistStoreError:
             silent = [r for r, key in zip(asked, keys, strict=True) if not self.store.check([key])]
             self._silent = silent
-            raise EndedError(
-                f"{self.who(silent)} did not answer within {self.timeout:g} s ({what}): look "
-                "whether the process runs there, or is stopped or gone"
-            ) from None
+            raise EndedError(_silent(self.who(silent), self.timeout, what)) from None
         answers = self.store.multi_get(keys)
         return {rank: json.loads(text) for rank, text in zip(asked, answers, strict=True)}

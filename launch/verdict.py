@@ -5,8 +5,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from training.run_dir import rank_ranges
+from training.waiting import UNKNOWN, current, group_of, last_number, ranks_in, waits
 
-MAX_LINES, UNKNOWN = 8, "unknown"
+MAX_LINES = 8
 # Collectives whose tensors must have the same size on all ranks.
 SAME_SIZE = ("all_reduce", "allreduce", "all_gather", "allgather", "reduce_scatter", "broadcast")
 # Frames of the machinery that reports, not of the training.
@@ -51,7 +52,7 @@ class Left:
             if rank in self.crashes:
                 continue
             if rank < len(self.beats):
-                _, moves, step, phase, host = self.beats[rank]
+                _, moves, step, phase, host = self.beats[rank][:5]
                 found[rank] = (host, step if moves >= 0 else None, phase)
             else:
                 found[rank] = (hosts.get(rank, "an unknown host"), None, "")
@@ -59,37 +60,13 @@ class Left:
 
     def last_number(self, rank: int, group: tuple[str, str]) -> int:
         """The number of a rank's last collective of a group (dim, members); 0 if none is known."""
-        groups = self.records[rank]["groups"].values() if rank in self.records else ()
-        return max((g["last"] for g in groups if (g["dim"], g["ranks"]) == group), default=0)
-
-
-def ranks_in(text: str) -> set[int]:
-    """The ranks of a text like ``0-3, 7``."""
-    found = set()
-    for part in filter(None, text.split(", ")):
-        first, _, last = part.partition("-")
-        found.update(range(int(first), int(last or first) + 1))
-    return found
+        return last_number(self.records[rank], group) if rank in self.records else 0
 
 
 def named(ranks: list[int], capital: bool = False) -> str:
     """``rank 3`` or ``ranks 0-2, 4``."""
     word = "rank" if len(ranks) == 1 else "ranks"
     return f"{word.capitalize() if capital else word} {rank_ranges(ranks)}"
-
-
-def current(record: dict) -> dict | None:
-    """The collective that a rank is in, or was in last; None if none is recorded."""
-    found = record["collectives"] or []
-    # A save goes on in a thread of its own, beside the training.
-    training = [e for e in found if record["groups"][e["group"]]["dim"] != "checkpoint"]
-    found = found if "checkpoint" in record["phase"] else training
-    unfinished = [entry for entry in found if entry["state"] != "completed"]
-    if not unfinished:
-        return found[-1] if found else None
-    # On a GPU they are queued, and the oldest holds up the others. Gloo's caller waits for each,
-    # but for those that it has started to wait for later.
-    return unfinished[0 if unfinished[-1]["op"].startswith("nccl") else -1]
 
 
 def collective_text(record: dict, entry: dict | None) -> str:
@@ -115,12 +92,6 @@ def _op(entry: dict) -> str:
     return entry["op"].partition(":")[2] or entry["op"]
 
 
-def _group(record: dict, entry: dict) -> tuple[str, str]:
-    """Dim and members: the name of a group means nothing on another rank."""
-    group = record["groups"][entry["group"]]
-    return group["dim"], group["ranks"] or UNKNOWN
-
-
 def verdict(left: Left) -> list[str]:
     """Who called different collectives, who waits in which, and whom they wait for."""
     lines, absent, raised, mismatches = [], set(), left.raised, _mismatches(left)
@@ -141,6 +112,12 @@ def verdict(left: Left) -> list[str]:
     if len(waiting) > MAX_LINES:
         lines.append(f"... and {len(waiting) - MAX_LINES} more collectives.")
     stuck = {rank for _, ranks, _ in waiting.values() for rank in ranks}
+    others = sorted(left.records.keys() - stuck - raised.keys())
+    if neighbours := [rank for rank in others if waits(left.records[rank])]:
+        verb = "waits" if len(neighbours) == 1 else "wait"
+        lines.append(f"{named(neighbours, capital=True)} {verb} for a neighbour in the pipeline.")
+        absent.update(others)
+        stuck.update(neighbours)
     idle = [r for r in sorted(absent - stuck) if r in left.records and r not in raised]
     for place, ranks in alike(idle, lambda rank: where(left.records[rank])):
         verb = "is" if len(ranks) == 1 else "are"
@@ -169,7 +146,7 @@ def _waiting(
         entry = current(record)
         if entry and entry["state"] != "completed" and rank not in raised:
             number = None if entry["p2p"] else entry["number"]
-            waiting.setdefault((*_group(record, entry), _op(entry), number), []).append(rank)
+            waiting.setdefault((*group_of(record, entry), _op(entry), number), []).append(rank)
     for (dim, members, op, number), ranks in waiting.items():
         behind = []
         if number is not None and members != UNKNOWN:
@@ -188,7 +165,7 @@ def _mismatches(left: Left) -> dict[tuple, list[tuple[frozenset, list[int]]]]:
     for rank, record in left.records.items():
         for entry in record["collectives"] or []:
             if not entry["p2p"]:
-                by_number = called.setdefault(_group(record, entry), {})
+                by_number = called.setdefault(group_of(record, entry), {})
                 by_rank = by_number.setdefault(entry["number"], {})
                 by_rank.setdefault(rank, set()).add(_signature(entry))
     found = {}

@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass
 
 from models.config import LlamaConfig
+from models.files import printable
 from parallel.stages import SCHEDULES, Stage, make_stages, micro_batches_needed
 
 
@@ -67,7 +68,22 @@ def read_launch(environ=os.environ) -> Launch:
         absent = [n for n in ("MASTER_ADDR", "MASTER_PORT") if not environ.get(n)]
         if launch.world_size > 1 and absent:
             raise LayoutError(f"{' and '.join(absent)} not set: start with torchrun or srun")
+    if launch.world_size > 1:
+        # Under srun a port that is not set is derived from the other two.
+        own = names[0] == "RANK"
+        for name in ("MASTER_PORT",) if own else ("MASTER_PORT", "SLURM_JOB_ID", "SLURM_STEP_ID"):
+            _check_number(environ, name, (1, 65535) if name == "MASTER_PORT" else (0, 2**32))
     return launch
+
+
+def _check_number(environ, name: str, limits: tuple[int, int]) -> None:
+    text, (low, high) = environ.get(name), limits
+    if text is None or (re.fullmatch("[0-9]{1,10}", text) and low <= int(text) <= high):
+        return
+    raise LayoutError(
+        f"{name}={printable(text)} is no number from {low} to {high}: "
+        "start with torchrun or srun, which set it"
+    )
 
 
 @dataclass(frozen=True)

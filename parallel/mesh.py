@@ -3,7 +3,6 @@
 import datetime
 import os
 import socket
-import subprocess
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -13,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from parallel.layout import Launch, Layout, LayoutError
+from parallel.rendezvous import meet
 
 
 @dataclass(frozen=True)
@@ -86,49 +86,6 @@ class Ranks:
         return self.mesh.get_group("tp") if self.tp > 1 else None
 
 
-def _slurm_address() -> None:
-    """Under plain ``srun``, derive the meeting point that torchrun would set.
-
-    Raises:
-        LayoutError: if ``scontrol`` cannot list the nodes.
-    """
-    if "MASTER_ADDR" not in os.environ:
-        nodes = os.environ.get("SLURM_STEP_NODELIST", "")
-        found = subprocess.run(
-            ["scontrol", "show", "hostnames", nodes], capture_output=True, text=True
-        )
-        if found.returncode or not found.stdout.split():
-            raise LayoutError(
-                "cannot list the nodes of the SLURM step: set MASTER_ADDR to the first one"
-            )
-        os.environ["MASTER_ADDR"] = found.stdout.split()[0]
-    # Derived from the job, so that two jobs on one node do not meet; below the ports that the
-    # kernel gives to connections.
-    job, step = int(os.environ.get("SLURM_JOB_ID", 0)), int(os.environ.get("SLURM_STEP_ID", 0))
-    os.environ.setdefault("MASTER_PORT", str(20000 + (job * 7 + step) % 12000))
-
-
-def master_address() -> tuple[str, int]:
-    """Host and port at which the ranks meet: the launcher's, or derived under plain ``srun``.
-
-    Raises:
-        LayoutError: if there is neither.
-    """
-    if "RANK" not in os.environ:
-        _slurm_address()
-    return os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-
-
-def _meet(launch: Launch, timeout: datetime.timedelta) -> dist.Store:
-    if launch.world_size == 1:
-        return dist.HashStore()
-    master_address()
-    url = f"env://?rank={launch.rank}&world_size={launch.world_size}"
-    store, _, _ = next(iter(dist.rendezvous(url, timeout=timeout)))
-    # torchrun keeps its store over a restart, and with it the addresses of ranks that are gone.
-    return dist.PrefixStore(f"attempt{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
-
-
 def make_mesh(device_type: str, layout: Layout) -> DeviceMesh:
     """The mesh of a layout: mostly the dims ("dp", "tp"), tp innermost."""
     dims = layout.mesh_dims
@@ -164,6 +121,7 @@ def init_ranks(
 
     Raises:
         LayoutError: if there are more processes on this node than GPUs, or none to offload from.
+        MeetingError: if the ranks do not come together.
     """
     if torch.cuda.is_available():
         if launch.local_rank >= torch.cuda.device_count():
@@ -183,8 +141,8 @@ def init_ranks(
         device, backend = torch.device("cpu"), "gloo"
     # The last collectives of a rank, which a diagnosis reads; the groups look it up when made.
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
+    store = store or meet(launch, comm_timeout)
     timeout = datetime.timedelta(seconds=comm_timeout)
-    store = store or _meet(launch, timeout)
     dist.init_process_group(
         backend, store=store, rank=launch.rank, world_size=launch.world_size, timeout=timeout
     )

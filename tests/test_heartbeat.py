@@ -13,6 +13,7 @@ import torch.distributed as dist
 from training.diagnosis import Diagnosis
 from training.heartbeat import Heartbeat
 from training.run_dir import RunDir
+from training.waiting import find_roots
 
 LIMIT = 2.0  # an interval of 0.1 seconds
 
@@ -89,6 +90,56 @@ def test_a_store_that_is_gone(heart, store):
     found = first.find_stall()
     assert found.rank == 0 and "does not answer" in found.message
     assert time.monotonic() - started < 1
+
+
+def place(*, waits: str | None = None, at: str = "models/llama.py:1 forward", **last: int) -> dict:
+    """Where a rank stands in the groups of 2x2: numbers of its last tp, dp and world collectives,
+    of which it waits in one."""
+    rank = last.pop("rank")
+    ranks = {
+        "tp": "0-1" if rank < 2 else "2-3", "dp": "0, 2" if rank % 2 == 0 else "1, 3",
+        "checkpoint": "0-3",
+    }  # fmt: skip
+    groups = {dim: {"dim": dim, "ranks": ranks[dim], "last": n} for dim, n in last.items()}
+    entries = [
+        {"group": dim, "op": "gloo:all_reduce", "number": n, "p2p": False,
+         "state": "scheduled" if dim == waits else "completed"}
+        for dim, n in last.items()
+    ]  # fmt: skip
+    entries.sort(key=lambda entry: entry["group"] == waits)
+    phase = "checkpoint" if "checkpoint" in last else "forward and backward"
+    return {"phase": phase, "collectives": entries, "groups": groups,
+            "threads": [{"frames": [at]}], "our_code": at}  # fmt: skip
+
+
+P2P = "/torch/distributed/pipelining/schedules.py:683 _wait_batch_p2p"
+
+
+@pytest.mark.parametrize(
+    ("places", "roots"),
+    [
+        # 3 waits for 2 in tp, 2 for 0 in dp, 1 for 0 in tp; 0 sleeps.
+        ([{"tp": 8, "dp": 4}, {"tp": 9, "dp": 4, "waits": "tp"},
+          {"tp": 8, "dp": 5, "waits": "dp"}, {"tp": 9, "dp": 4, "waits": "tp"}], [0]),
+        # All have joined: the transport, or a device, is slow.
+        ([{"tp": 9, "dp": 4, "waits": "tp"}] * 4, []),
+        # Nobody waits: a long phase of all ranks alike.
+        ([{"tp": 9, "dp": 4}] * 4, []),
+        # 3 writes its shard, and the others have gathered; the training stands in no collective.
+        ([{"checkpoint": 7, "waits": "checkpoint"}] * 3 + [{"dp": 4, "checkpoint": 6}], [3]),
+        # Two are asleep, each in a tp group of its own.
+        ([{"tp": 8}, {"tp": 9, "waits": "tp"}, {"tp": 8}, {"tp": 9, "waits": "tp"}], [0, 2]),
+        # A pipeline of four, whose receives are not recorded.
+        ([{"at": P2P}, {}, {"at": P2P}, {"at": P2P}], [1]),
+        # The one that has not said where it is moves, or has not come.
+        ([None, {"tp": 9, "waits": "tp"}, {"tp": 9, "dp": 4, "waits": "dp"}, None], [0, 3]),
+    ],
+)  # fmt: skip
+def test_who_stands_at_the_end_of_all_waiting(places, roots):
+    told = {r: place(rank=r, **kwargs) for r, kwargs in enumerate(places) if kwargs is not None}
+    if None in places:
+        told[2] = place(rank=2, tp=9, waits="tp")  # for rank 3
+    assert find_roots(told) == roots
 
 
 def test_the_watch_ends_a_training_that_stands_still(heart):

@@ -28,6 +28,7 @@ from tests.launch import (
     train,
 )
 from tests.ranks import RankError, free_port
+from tests.stuck import STUCK, named
 from tests.test_checkpoint import flip, rewrite
 from tests.torture import flags, torture
 
@@ -218,6 +219,18 @@ def test_a_stopped_rank_is_named_within_the_timeout(tmp_path, diagnosis):
     (last,) = (int(word) for word in found["error"].split("last in step ")[1].split(",")[:1])
     assert last == found["step"] > 1
     assert err.count("train_llm.py: error") == 1 and found["error"] in err
+    assert f"traceback : {found['error']}" in err, "torchrun's report ends with it"
+
+
+def test_ranks_stop_when_torchrun_is_killed(tmp_path):
+    argv = [*SMALL, "--tp", 2, "--run-dir", tmp_path, "--steps", 10**6, "--log-every", 50]
+    process = command(*argv, launcher=TORCHRUN)
+    wait_until((tmp_path / "metrics.jsonl").exists, process)
+    process.kill()
+    _, err = process.communicate(timeout=60)  # ends with the ranks, which hold the pipes
+    found = status(tmp_path)
+    assert found["state"] == "stopped" and found["reason"] == "torchrun has ended", err
+    assert (tmp_path / f"checkpoints/step-{found['step']:08d}/state.json").exists()
 
 
 def hang(argv: list[str], port: int):
@@ -250,6 +263,19 @@ def test_a_rank_that_is_behind_is_named(fresh, tmp_path, diagnosis):
     said = diagnosis(tmp_path)
     assert "not joined" in said and "left nothing" not in said
     assert "training/loop.py" in diagnosis(tmp_path, "--stacks", 1)
+
+
+@pytest.mark.parametrize(
+    ("layout", "phase", "where"),
+    [("2x2", "evaluation", "tests/stuck.py"), ("pp2-dp1-tp2", "forward", "tests/stuck.py"),
+     ("2x2", "save", "training/checkpoint.py")],
+)  # fmt: skip
+def test_a_rank_that_is_stuck_within_a_phase_is_named(layout, phase, where, tmp_path, diagnosis):
+    """The short form of ``python -m tests.stuck``: no phase tells it from the others."""
+    found = named(layout, phase, "asleep", tmp_path)
+    assert found["state"] == "failed" and found["rank"] == STUCK, found
+    assert f"rank {STUCK} on " in found["error"] and f", at {where}:" in found["error"]
+    assert f"Rank {STUCK} is in no collective, but at {where}:" in diagnosis(tmp_path)
 
 
 def fail_on_one(argv: list[str], port: int):

@@ -35,6 +35,10 @@ def world(n: int, **extra: str | None) -> dict[str, str]:
     return {name: str(value) for name, value in names.items() if value is not None}
 
 
+SRUN = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
+SRUN["SLURM_STEP_TASKS_PER_NODE"] = "2"
+
+
 def load(argv: list[str]):
     """What every start does before it imports torch."""
     launch = read_launch()
@@ -385,6 +389,12 @@ ROWS = {
         | {"SLURM_LOCALID": "0", "SLURM_STEP_TASKS_PER_NODE": "2(x2)"},
         ["SLURM_PROCID=4", "SLURM_STEP_NUM_TASKS=4"],
     ),
+    "port-text": ("", world(2, MASTER_PORT="xx"), ["MASTER_PORT=xx", "1 to 65535", "torchrun"]),
+    "port-0": ("", world(2, MASTER_PORT="0"), ["MASTER_PORT=0 is"]),
+    "port-large": ("", world(2, MASTER_PORT="99999"), ["MASTER_PORT=99999 is"]),
+    "port-negative": ("", world(2, MASTER_PORT="-1"), ["MASTER_PORT=-1 is"]),
+    "slurm-job": ("", SRUN | {"SLURM_JOB_ID": "abc"}, ["SLURM_JOB_ID=abc", "srun"]),
+    "slurm-step": ("", SRUN | {"SLURM_STEP_ID": "\x1b[1m"}, ["SLURM_STEP_ID="]),
     "slurm-text": ("", {"SLURM_STEP_NUM_TASKS": "x"}, ["SLURM_STEP_NUM_TASKS=x"]),
 }
 

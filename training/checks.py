@@ -31,6 +31,7 @@ from training.checkpoint_dir import (
 )
 from training.command_line import parse_flags
 from training.config import Config, ConfigError, flag
+from training.launcher import report_failure
 from training.run_dir import RunDir
 from training.text_files import check_source
 from training.wandb_run import WandbRun, wandb_mode
@@ -241,6 +242,8 @@ def refuse(message: str, launch: Launch, program: str = "train_llm.py") -> None:
     torchrun ends all ranks as soon as one has left, so the others wait to be ended. A rank that is
     first on another node speaks up if nobody ended it: only its node knows what is wrong.
     """
+    if message:
+        report_failure(message)
     if launch.rank != 0:
         time.sleep(10)
         message = f"rank {launch.rank} on {socket.gethostname()}: {message}"

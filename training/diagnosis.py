@@ -22,6 +22,7 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 from parallel.mesh import Ranks
 from training.run_dir import RunDir, rank_ranges
 from training.secrets import masked
+from training.waiting import current
 
 REPO = Path(__file__).parent.parent
 # Of each group: a device may have thousands of collectives queued behind the one that is stuck.
@@ -73,6 +74,29 @@ class Diagnosis:
             "frames": _frames(frames),
         }
 
+    def calls(self) -> int:
+        """How many collectives, sends and receives this rank has begun: more while it moves."""
+        total = 0
+        for group in list(dist.distributed_c10d._world.pg_map):
+            with contextlib.suppress(RuntimeError):
+                total += group._get_sequence_number_for_group()
+        return total
+
+    def place(self, phase: str) -> dict:
+        """Where this rank stands, in a few words: what :mod:`training.waiting` needs to know."""
+        lost = self._error.get("lost_peer", False)
+        collectives, groups = _collectives(self._mesh, lost, phase)
+        threads = _threads(self._error.get("frames"))[:1]
+        frames = threads[0]["frames"] if threads else []
+        record = {
+            "phase": phase,
+            "collectives": collectives,
+            "groups": groups,
+            "threads": [{"frames": frames[:3]}],
+            "our_code": next((f for f in frames if not f.startswith(("/", "<"))), None),
+        }
+        return record | {"collectives": list(filter(None, [current(record)]))}
+
     def write(
         self, request: int, step: int, phase: str, then: Callable[[], None] = lambda: None
     ) -> threading.Thread:
@@ -84,7 +108,9 @@ class Diagnosis:
         """
 
         def write() -> None:
-            collectives, groups = _collectives(self._mesh, self._error.get("lost_peer", False))
+            collectives, groups = _collectives(
+                self._mesh, self._error.get("lost_peer", False), phase
+            )
             record = {
                 "rank": self._rank,
                 "host": socket.gethostname(),
@@ -184,11 +210,12 @@ def _entries() -> list[dict] | None:
     return sorted(found, key=lambda entry: entry["time_created_ns"]) if recorded else None
 
 
-def _collectives(mesh: DeviceMesh, failed: bool) -> tuple[list[dict] | None, dict]:
+def _collectives(mesh: DeviceMesh, failed: bool, phase: str) -> tuple[list[dict] | None, dict]:
     """The last collectives of this rank, oldest first, and the groups they are of.
 
     Args:
         failed: the last one has failed, which the recorder takes for an end like any other.
+        phase: of the training; in a checkpoint, it may be one of the thread that saves.
 
     Returns:
         The collectives (None: not recorded), and for each group its ``dim``, its global ``ranks``
@@ -200,7 +227,9 @@ def _collectives(mesh: DeviceMesh, failed: bool) -> tuple[list[dict] | None, dic
     kept, by_group = [], {}
     # A save goes on in a thread of its own; what has failed is of the training.
     training = [e for e in entries if e["process_group"][1] != "checkpoint"]
-    failure = training[-1] if failed and training else None
+    saving = [e for e in entries if e["process_group"][1] == "checkpoint"]
+    candidates = saving if saving and "checkpoint" in phase else training
+    failure = candidates[-1] if failed and candidates else None
     for order, entry in enumerate(entries):
         name, description = entry["process_group"]
         found = {

@@ -23,6 +23,7 @@ from training.checkpoint_dir import checkpoint_name, step_of
 from training.config import Config
 from training.diagnosis import Diagnosis
 from training.heartbeat import Heartbeat, Stall
+from training.launcher import GONE, Launcher, report_failure
 from training.loop import LOST, SIGNAL, TIME, NonFiniteError
 from training.output import say
 from training.reporter import Reporter, duration
@@ -59,6 +60,9 @@ def reporting(
             reporter.close(exit_code=1)
         with contextlib.suppress(OSError):
             sys.stdout.flush()
+        # torchrun prints that of the rank that it sees end first, which need not have spoken.
+        if said := (run.read_status() or {}).get("error"):
+            report_failure(said)
         with _speaking:
             # Not sys.exit: a process group whose peers are gone may never come down.
             os._exit(1)
@@ -172,7 +176,7 @@ def report_save(
 
 
 def stop_requests(
-    started: float, stop_after: str | None, run: RunDir, ranks: Ranks
+    started: float, stop_after: str | None, run: RunDir, ranks: Ranks, launcher: Launcher
 ) -> Callable[[], str | None]:
     """Catch the signals that ask to stop; the result says why this process is to stop, or None.
 
@@ -180,8 +184,10 @@ def stop_requests(
         started: ``time.monotonic()`` when the process began.
         stop_after: ``--stop-after``.
         run: rank 0 also asks to stop when this is lost.
+        launcher: its end is a reason to stop, from here on at a step.
     """
     received = []
+    launcher.training = True
     for name in STOP_SIGNALS:
         # Under nohup, the end of the terminal is none of the run.
         if name != signal.SIGHUP or signal.getsignal(name) != signal.SIG_IGN:
@@ -191,7 +197,9 @@ def stop_requests(
     def why() -> str | None:
         if ranks.rank == 0 and run.is_lost():
             return LOST
-        return SIGNAL if received else TIME if time.monotonic() >= end else None
+        if received:
+            return SIGNAL
+        return GONE if launcher.gone() else TIME if time.monotonic() >= end else None
 
     return why
 

@@ -15,16 +15,22 @@ from typing import Any, NamedTuple
 
 from parallel.mesh import Ranks
 from training.diagnosis import Diagnosis
+from training.waiting import find_roots
 
 
 class Beat(NamedTuple):
-    """What a rank last said: ``beats`` grows while its process lives, ``moves`` while it trains."""
+    """What a rank last said: ``beats`` grows while its process lives, ``moves`` while it trains.
+
+    ``place`` is where its training stands (:meth:`training.diagnosis.Diagnosis.place`), None while
+    it moves.
+    """
 
     beats: int
     moves: int
     step: int
     phase: str
     host: str
+    place: dict | None = None
 
 
 class Stall(NamedTuple):
@@ -40,8 +46,8 @@ class Heartbeat:
     """The pulse of this rank, and the watch over all of them.
 
     Args:
-        limit: seconds that the training may stand still. One that stands still on all ranks alike,
-            as in a long save, is left alone.
+        limit: seconds that the training may stand still: no phase ends, and no collective begins.
+            One that stands still on all ranks alike, as in a long save, is left alone.
         on_stall: called from the watching thread, since the training is stuck; it is to end the
             process.
         diagnosis: writes where this rank is, when a rank asks for it.
@@ -60,7 +66,8 @@ class Heartbeat:
         # How long an answer to ask_all may take: a beat to hear of it, and two to write.
         self._patience = min(5.0, 3 * self._interval)
         self._beats, self._now, self._moved = 0, (0, 0, "start"), time.monotonic()
-        self._stopped, self._answered = threading.Event(), 0
+        self._stopped, self._answered, self._calls = threading.Event(), 0, 0
+        self._place, self._look = None, threading.Thread()
         # A client of its own, since a wait in the training would keep this one waiting too.
         self._store = ranks.store.clone() if self._world_size > 1 else None
         self._beat()
@@ -105,7 +112,7 @@ class Heartbeat:
         if beats := self._read_all():
             # First, in case this process is ended while it waits; ranks without an answer have
             # nothing later to say.
-            self._diagnosis.write_beats(asked, beats).join(1)
+            self._diagnosis.write_beats(asked, [beat[:5] for beat in beats]).join(1)
         others = (rank for rank in range(self._world_size) if rank not in silent)
         keys = [f"diagnosis/{asked}/{rank}" for rank in others]
         end = time.monotonic() + self._patience
@@ -140,29 +147,43 @@ class Heartbeat:
             return Stall(0, 0, message)
         silent = [r for r in range(self._world_size) if last[r].beats == first[r].beats]
         behind = min(beat.moves for beat in last)
+        # A rank that has just gone on, or joined the others, is not at the end of both.
+        roots = [r for r in self._roots(last) if r in self._roots(first)]
         if silent:
             ranks, what = silent, "does not answer: its process is stopped or gone"
         elif behind < last[self._rank].moves:
             # Nobody waits for this rank here; where one does, it is the one that says so. Behind by
             # an instant, at the end of a long phase of all ranks, is no reason to end.
-            ranks = [r for r in range(self._world_size) if last[r].moves == behind]
-            what = "is behind"
+            slow = [r for r in range(self._world_size) if last[r].moves == behind]
+            # Of those in one phase, others may wait for the one that does not come.
+            ranks, what = [r for r in slow if r in roots] or slow, "is behind"
+        elif roots and self._rank not in roots and last[self._rank].place:
+            ranks, what = roots, "is in no collective"
         else:
             return None
         rank, beat, mine = ranks[0], last[ranks[0]], last[self._rank]
         more = f" (and {len(ranks) - 1} more)" if len(ranks) > 1 else ""
         message = f"rank {rank} on {beat.host}{more} {what}; last in step {beat.step}, {beat.phase}"
+        if beat.place and beat.place["our_code"]:
+            message += f", at {beat.place['our_code']}"
         if rank != self._rank:
             message += f". Rank {self._rank} waits for it in step {mine.step}, {mine.phase}"
         return Stall(rank, beat.step, message, tuple(silent))
 
+    @staticmethod
+    def _roots(beats: list[Beat]) -> list[int]:
+        return find_roots({rank: beat.place for rank, beat in enumerate(beats) if beat.place})
+
     def _watch(self) -> None:
-        # The listening takes three intervals; with a fourth to spare it ends within the limit.
-        patience = self._limit - 4 * self._interval - self._patience
+        # The listening takes three intervals; with three to spare, one of them until a collective
+        # is seen to have begun, it ends before the timeout of a collective.
+        patience = self._limit - 6 * self._interval - self._patience
         while not self._stopped.wait(self._interval):
             self._beat()
             if self._diagnosis.asked_by_signal():
                 self.ask_all()
+            if (calls := self._diagnosis.calls()) != self._calls:
+                self._calls, self._moved = calls, time.monotonic()
             moved = self._moved
             if self._world_size == 1 or time.monotonic() - moved < patience:
                 continue
@@ -172,7 +193,13 @@ class Heartbeat:
 
     def _beat(self) -> None:
         self._beats += 1
-        beat = json.dumps(Beat(self._beats, *self._now, socket.gethostname()))
+        if time.monotonic() - self._moved < 2 * self._interval:
+            self._place = None
+        elif not self._look.is_alive():
+            # In a thread: a device that is stuck may not answer the recorder.
+            self._look = threading.Thread(target=self._look_around, daemon=True)
+            self._look.start()
+        beat = json.dumps(Beat(self._beats, *self._now, socket.gethostname(), self._place))
 
         def tell() -> int:
             self._store.set(f"heartbeat/{self._rank}", beat)
@@ -182,6 +209,11 @@ class Heartbeat:
         if asked and asked != self._answered:
             self._answered, key = asked, f"diagnosis/{asked}/{self._rank}"
             self._diagnosis.write(asked, *self._now[1:], then=lambda: self._store.set(key, ""))
+
+    def _look_around(self) -> None:
+        moved = self._moved
+        place = self._diagnosis.place(self._now[2])
+        self._place = place if moved == self._moved else None
 
     def _read_all(self) -> list[Beat] | None:
         """The last beat of each rank; None if the store does not answer."""

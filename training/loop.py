@@ -21,6 +21,7 @@ from training.config import Config
 from training.data import TokenData, eval_batches, num_eval_batches, prefetch, train_batch
 from training.fingerprint import Fingerprints
 from training.heartbeat import Heartbeat
+from training.launcher import GONE
 from training.loss import IGNORE_INDEX, chunked_cross_entropy_sum, cross_entropy_sum
 from training.metrics import Meter
 from training.optimizer import ShardedOptimizer, lr_at
@@ -32,10 +33,10 @@ if TYPE_CHECKING:
     from parallel.pipeline import Pipeline
 
 Batch = list[tuple[Tensor, Tensor]]
-# Why a run stops before its last step.
+# Why a run stops before its last step; the first that holds is the one that is said.
 SIGNAL, TIME = "a rank received a signal", "the time of --stop-after is over"
 LOST = "the run directory is not that of this start any more"
-_REASONS = (LOST, SIGNAL, TIME)
+REASONS = (LOST, SIGNAL, GONE, TIME)
 
 
 class NonFiniteError(RuntimeError):
@@ -287,7 +288,7 @@ class AgreedBatches:
         targets = sum(int((t != IGNORE_INDEX).sum()) for _, t in batch)
         mine = targets if self._ranks.tp_rank == self._ranks.pp_rank == 0 else 0
         why = self._stop_requested()
-        vector = torch.tensor([mine, *(why == reason for reason in _REASONS)], dtype=torch.int64)
+        vector = torch.tensor([mine, *(why == reason for reason in REASONS)], dtype=torch.int64)
         work = dist.all_reduce(vector, group=self._ranks.control, async_op=True)
         device = self._ranks.device
         moved = [tuple(x.to(device, non_blocking=True) for x in pair) for pair in batch]
@@ -297,9 +298,9 @@ class AgreedBatches:
         """The fetched batch, its global number of target tokens, and why to stop before it."""
         batch, vector, work = self._upcoming
         work.wait()
-        targets, *votes = vector.tolist()
-        why = next((reason for reason, ranks in zip(_REASONS, votes, strict=True) if ranks), None)
-        return batch, targets, why
+        targets, *asked = vector.tolist()
+        why = (reason for reason, ranks in zip(REASONS, asked, strict=True) if ranks)
+        return batch, targets, next(why, None)
 
     def waited(self) -> float:
         """Seconds waited for data since the last call."""

@@ -22,6 +22,7 @@ from parallel import parallelize
 from parallel.layout import Launch, Layout, LayoutError, check_tensor_parallel
 from parallel.mesh import Ranks, make_mesh
 from parallel.plan import collectives, describe_pipeline, format_plan, parameter_rows
+from parallel.rendezvous import MeetingError, meet
 from parallel.stages import Stage
 from planner.machine import load_machine, table_name
 from planner.prediction import Prediction, predict
@@ -38,12 +39,13 @@ from training.checks import check_resume, find_checkpoint, identity, launch_ids,
 from training.config import Config, ConfigError, flag, to_toml
 from training.data import TokenData, open_tokens
 from training.files import write_atomic
+from training.launcher import report_failure
 from training.loop import batch_loss
 from training.output import say
 from training.run_dir import RunDir, rank_logger, rank_ranges
+from training.run_tokenizer import keep_tokenizer
 from training.secrets import masked
-from training.text_files import DataError
-from training.tokenizer import GENERATION, TOKENIZER, Tokenizer, generation_settings, load_tokenizer
+from training.tokenizer import Tokenizer, load_tokenizer
 from training.tokens import prepare_tokens
 
 if TYPE_CHECKING:
@@ -52,56 +54,21 @@ if TYPE_CHECKING:
 
 @contextlib.contextmanager
 def refusing(launch: Launch) -> Iterator[None]:
-    """Turn bad input that is found in this block into one line and exit code 2."""
+    """Turn bad input that is found in this block into one line and exit code 2.
+
+    Ranks that do not come together are exit code 1: another attempt may have them all.
+    """
     try:
         yield
     except (ConfigError, LayoutError) as error:
         refuse(str(error), launch)
     except DamageError as error:  # it was whole when it was found
         refuse(f"the checkpoint was changed while it was read ({error})", launch)
-
-
-def load_run_tokenizer(config: Config, launch: Launch) -> Tokenizer:
-    """The tokenizer that ``--tokenizer`` names; where that has gone, the copy that the run keeps.
-
-    Raises:
-        DataError: if neither can be read.
-    """
-    name, kept = config.data.tokenizer, RunDir(config.run_dir).tokenizer
-    path = os.path.expanduser(name)
-    if name != "bytes" and os.path.lexists(path):
-        name = config.data.tokenizer = os.path.abspath(path)
-    try:
-        return load_tokenizer(name)
-    except DataError as error:
-        if not os.path.lexists(kept / TOKENIZER):
-            raise
-        if launch.rank == 0:
-            say(f"train_llm.py: warning: {error}: going on with its copy in {kept}", sys.stderr)
-        return load_tokenizer(str(kept))
-
-
-def keep_tokenizer(config: Config, tokenizer: Tokenizer, run: RunDir) -> None:
-    """Copy into the run what an export of it needs, unless it is there: whole or not at all.
-
-    Raises:
-        OSError: from the disk. ConfigError: if a file of ``--init-from`` cannot be read.
-    """
-    files = dict(tokenizer.files)
-    if config.init_from:
-        try:
-            files[GENERATION] = json.dumps(
-                generation_settings(config.init_from, tokenizer), indent=1
-            ).encode()
-        except ValueError as error:
-            raise ConfigError(f"--init-from {error}") from None
-    if not files or os.path.lexists(run.tokenizer):
-        return
-    temporary = run.tokenizer.with_name(f".tokenizer.{os.getpid()}.tmp")
-    temporary.mkdir()
-    for name, content in files.items():
-        (temporary / name).write_bytes(content)
-    os.rename(temporary, run.tokenizer)
+    except MeetingError as error:
+        if str(error):
+            report_failure(str(error))
+            say(f"train_llm.py: error: {error}", sys.stderr)
+        os._exit(1)
 
 
 def resolve_vocabulary(config: Config, layout: Layout, tokenizer: Tokenizer) -> None:
@@ -119,6 +86,47 @@ def resolve_vocabulary(config: Config, layout: Layout, tokenizer: Tokenizer) -> 
             f"--tokenizer {tokenizer.name}: use --vocab-size {tokenizer.vocab_size} or more"
         )
     check_tensor_parallel(model, layout, config.step.seq_len, sequence_parallel=False)
+
+
+def meet_ranks(config: Config, launch: Launch) -> dist.Store:
+    """Come together with the other ranks, all started alike; the store that they share.
+
+    Compared before any process group is built, since it is the settings that shape the groups.
+
+    Raises:
+        LayoutError: on all ranks, naming the first flag in which one differs, as where nodes hold
+            different recipes.
+        MeetingError: if one does not come within ``--comm-timeout``.
+    """
+
+    def differs(settings: str) -> str | None:
+        first = json.loads(settings)
+        # What rank 0 read from a checkpoint; only there is it known whether a restarted launch had
+        # begun.
+        config.optimizer.lr_decay_steps = first["optimizer"]["lr_decay_steps"]
+        config.model.vocab_size = first["model"]["vocab_size"]
+        config.run.resume = first["run"]["resume"]
+        here, there = (_by_flag(dump) for dump in (config.model_dump(mode="json"), first))
+        for name in here | there:
+            mine, other = here.get(name, "unknown"), there.get(name, "unknown")
+            if mine != other:
+                return (
+                    f"{name} is {mine} here and {other} on rank 0: "
+                    "use the same command and recipe on all nodes"
+                )
+        return None
+
+    settings = json.dumps(config.model_dump(mode="json"))
+    return meet(launch, config.run.comm_timeout, settings, differs)
+
+
+def _by_flag(dump: dict) -> dict:
+    """The values of a config by flag."""
+    return {
+        flag(key): value
+        for table, values in dump.items()
+        for key, value in (values if isinstance(values, dict) else {table: values}).items()
+    }
 
 
 def from_leader(ranks: Ranks, key: str, leader: int, make: Callable[[], dict]) -> dict:
@@ -153,8 +161,8 @@ def open_run(config: Config, ranks: Ranks) -> tuple[RunDir, Path | None]:
     A damaged one is passed over and said, unless ``--resume`` names it.
 
     Raises:
-        ConfigError: if another job holds the directory, it is not writable, the ranks were started
-            with different settings, or there are checkpoints but none is whole.
+        ConfigError: if another job holds the directory, it is not writable, or there are
+            checkpoints but none is whole.
     """
     run = RunDir(config.run_dir)
 
@@ -165,12 +173,11 @@ def open_run(config: Config, ranks: Ranks) -> tuple[RunDir, Path | None]:
         names = [path.name for path in reversed(checkpoints_in(run.checkpoints))]
         if config.run.resume:
             names = [find_checkpoint(config).name]
-        return {"checkpoints": names, "config": config.model_dump(mode="json")}
+        return {"checkpoints": names}
 
     first = from_leader(ranks, "run", 0, take)
     if ranks.rank:
         run.join()
-    _adopt(config, first["config"])
     faults = []
     for name in first["checkpoints"]:
         checkpoint = run.checkpoints / name
@@ -187,27 +194,6 @@ def open_run(config: Config, ranks: Ranks) -> tuple[RunDir, Path | None]:
             f"({'; '.join(faults)}): repair one, name another with --resume, or another --run-dir"
         )
     return run, None
-
-
-def _adopt(config: Config, first: dict) -> None:
-    """Take from rank 0 what it read from a checkpoint, and check that all else is the same.
-
-    Raises:
-        ConfigError: naming the first flag that differs, as where nodes hold different recipes.
-    """
-    config.optimizer.lr_decay_steps = first["optimizer"]["lr_decay_steps"]
-    config.model.vocab_size = first["model"]["vocab_size"]
-    # Only there is it known whether a restarted launch had begun.
-    config.run.resume = first["run"]["resume"]
-    for table, here in config.model_dump(mode="json").items():
-        pairs = here.items() if isinstance(here, dict) else [(table, here)]
-        for key, value in pairs:
-            other = first[table][key] if isinstance(here, dict) else first[table]
-            if value != other:
-                raise ConfigError(
-                    f"{flag(key)} is {value} here and {other} on rank 0: "
-                    "use the same command and recipe on all nodes"
-                )
 
 
 def begin_run(
@@ -259,9 +245,10 @@ def begin_run(
 
 def git_commit() -> str | None:
     """The commit that this code is of; None where it is in no repository."""
-    with contextlib.suppress(OSError, subprocess.CalledProcessError):
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
         here = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
-        return subprocess.run(here, capture_output=True, text=True, check=True).stdout.strip()
+        words = {"capture_output": True, "text": True, "check": True, "timeout": 30}
+        return subprocess.run(here, **words).stdout.strip()
     return None
 
 
