@@ -50,12 +50,13 @@ def main() -> None:
     from training.metrics import Meter
     from training.optimizer import ShardedOptimizer
     from training.profiler import Profiler
+    from training.run_tokenizer import load_run_tokenizer
 
     if config.layout.print_plan:
         return start.print_plan(config, layout, launch)
 
     with start.refusing(launch):
-        tokenizer = start.load_run_tokenizer(config, launch)
+        tokenizer = load_run_tokenizer(config, launch)
         start.resolve_vocabulary(config, layout, tokenizer)
         store = start.meet_ranks(config, launch)
         cpu_offload = config.memory.cpu_offload

@@ -61,7 +61,7 @@ def reporting(
         with contextlib.suppress(OSError):
             sys.stdout.flush()
         # torchrun prints that of the rank that it sees end first, which need not have spoken.
-        if said := (run.read_status() or {}).get("error"):
+        if not run.is_lost() and (said := (run.read_status() or {}).get("error")):
             report_failure(said)
         with _speaking:
             # Not sys.exit: a process group whose peers are gone may never come down.
