@@ -39,7 +39,7 @@ from recipes.export_checks import (
     resolve_out,
 )
 from recipes.run_tokenizer import load_run_tokenizer, read_generation, write_tokenizer
-from training.checkpoint_dir import DamageError, read_checkpoint_state
+from training.checkpoint_dir import DamageError, checkpoints_in, read_checkpoint_state
 from training.checks import refuse
 from training.command_line import Parser
 from training.config import ConfigError
@@ -74,6 +74,8 @@ def make_parser(name: str, description: str) -> Parser:
 def find_checkpoint(path: Path) -> Path:
     """The newest complete checkpoint of a run directory, or the checkpoint that ``path`` is.
 
+    A damaged one is passed over, and said.
+
     Raises:
         ConfigError: if there is none.
     """
@@ -81,8 +83,12 @@ def find_checkpoint(path: Path) -> Path:
         return path
     if not os.path.isdir(path):
         raise ConfigError(f"{path} is no directory: name a run directory or a checkpoint in it")
-    if checkpoint := RunDir(path).newest_checkpoint():
-        return checkpoint
+    for checkpoint in reversed(checkpoints_in(RunDir(path).checkpoints)):
+        try:
+            read_checkpoint_state(checkpoint)
+            return checkpoint
+        except DamageError as error:
+            print(f"warning: {checkpoint} is damaged ({error}) and passed over", file=sys.stderr)
     raise ConfigError(f"{path} holds no complete checkpoint: name a run directory that has saved")
 
 

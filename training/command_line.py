@@ -271,7 +271,8 @@ def _take_hf_config(argv: list[str], defaults: Config) -> tuple[str, dict, dict]
     except (ValueError, ConfigError) as error:
         where = "" if isinstance(error, ValueError) else f"{path}: "
         raise ConfigError(f"{source} {where}{error}") from None
-    if source == "--init-from" and (Path(path) / "tokenizer.json").is_file():
+    # Anything of that name, so that one which cannot be read is refused and not passed over.
+    if source == "--init-from" and os.path.lexists(Path(path) / "tokenizer.json"):
         stated["tokenizer"] = defaults.data.tokenizer = str(Path(path))
     return source, stated, assumed
 

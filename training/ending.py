@@ -20,7 +20,7 @@ from parallel.mesh import Ranks
 from planner.prediction import Prediction
 from training.checkpoint import CheckpointError, Progress
 from training.checkpoint_dir import checkpoint_name, step_of
-from training.config import Config
+from training.config import Config, ConfigError
 from training.diagnosis import Diagnosis
 from training.heartbeat import Heartbeat, Stall
 from training.launcher import GONE, Launcher, report_failure
@@ -127,6 +127,8 @@ def _fail(
     elif _is_lost_peer(error) and (stall := heartbeat.find_stall()):
         # A process that was killed cannot speak for itself.
         _speak(run, heartbeat, stall.rank, stall.step, stall.message, silent=stall.silent)
+    elif isinstance(error, ConfigError):  # a line that says all, as of tokens that have changed
+        _speak(run, heartbeat, ranks.rank, step, str(error))
     else:
         text = f"{type(error).__name__}: {error}"
         _speak(run, heartbeat, ranks.rank, step, text, traceback.format_exc().rstrip())
