@@ -32,7 +32,7 @@ from training.config import Config
 LIMIT_S = 60.0
 LINUX_CAPABILITY_VERSION_3, CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH = 0x20080522, 1, 2
 STEPS, LONGER = 2, 3
-RUN = ["--comm-timeout", "20", "--stop-after", "10s", "--checkpoint-every", "1"]
+RUN = ["--comm-timeout", "20", "--stop-after", "4s", "--checkpoint-every", "1"]
 RUN += ["--keep-checkpoints", "0", "--log-every", "1"]
 
 WHOLE = [
