@@ -224,7 +224,7 @@ class DataSection(Section):
     )
     tokenizer: Place = Field(
         "bytes",
-        description="bytes (built in, 257 tokens), or the path or hub name of any fast tokenizer.",
+        description="bytes (built in, 257 tokens), a folder with tokenizer.json, that file, or a hub name.",
     )
     skip_bad_records: bool = Field(
         False,
