@@ -224,7 +224,8 @@ class DataSection(Section):
     )
     tokenizer: Place = Field(
         "bytes",
-        description="bytes (built in, 257 tokens), a folder with tokenizer.json, that file, or a hub name.",
+        description="bytes (built in, 257 tokens), a folder with tokenizer.json, that file, or a "
+        "hub name.",
     )
     skip_bad_records: bool = Field(
         False,
