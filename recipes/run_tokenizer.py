@@ -7,7 +7,20 @@ from pathlib import Path
 from models.files import printable, read_json
 from training.config import ConfigError
 from training.text import one_line
-from training.tokenizer import CONFIG, GENERATION, TOKENIZER, Tokenizer, load_tokenizer
+from training.tokenizer import (
+    CONFIG,
+    GENERATION,
+    SPECIAL,
+    TOKENIZER,
+    Tokenizer,
+    load_tokenizer,
+)
+
+# Keys of tokenizer_config.json by which transformers changes what the file says, or runs code.
+REBUILT = (
+    "add_bos_token", "add_eos_token", "add_prefix_space", "added_tokens_decoder", "auto_map",
+    "additional_special_tokens", "extra_special_tokens",
+)  # fmt: skip
 
 
 def load_run_tokenizer(checkpoint: Path, identity: dict, name: str | None) -> Tokenizer:
@@ -43,12 +56,19 @@ def write_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
             folder
         )
         return
-    config = json.loads(tokenizer.files[CONFIG]) | {"tokenizer_class": "PreTrainedTokenizerFast"}
-    config.pop("auto_map", None)  # code that is not there
-    for key, token in config.items():
-        if key.endswith("_token") and isinstance(token, dict) and "content" in token:
-            config[key] = token["content"]  # transformers 5 knows no objects here
-    files = tokenizer.files | {CONFIG: json.dumps(config, indent=2).encode()}
+    files = dict(tokenizer.files)
+    stated = json.loads(files.pop(SPECIAL, b"{}")) | json.loads(files[CONFIG])
+    config = {"tokenizer_class": "PreTrainedTokenizerFast"}
+    for key, value in stated.items():
+        if key in REBUILT:
+            continue
+        if key.endswith("_token"):
+            # transformers 5 knows no objects here, and would add a name that the file lacks.
+            value = value.get("content") if isinstance(value, dict) else value
+            if not isinstance(value, str) or tokenizer.backend.token_to_id(value) is None:
+                continue
+        config.setdefault(key, value)
+    files[CONFIG] = json.dumps(config, indent=2).encode()
     for name, content in files.items():
         (folder / name).write_bytes(content)
 

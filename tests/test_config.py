@@ -501,13 +501,28 @@ def test_a_run_directory_alone_has_its_recipe(capsys):
     Path("run", "config.toml").write_text(to_toml(parse_flags(first)))
     assert capsys.readouterr().err == ""
     again = parse_flags(["--run-dir", "run"])
+    assert again.recipe == "run/config.toml"
+    again.recipe = "debug"
     assert again == parse_flags([*first, "--recipe", "debug"])
-    said = capsys.readouterr().err
-    assert said == "no --recipe is given: taking run/config.toml; flags override it\n"
+    assert capsys.readouterr().err == ""
     changed = parse_flags(["--run-dir=run", "--steps", "9"], console=False)
     assert (changed.step.steps, changed.optimizer.lr) == (9, 1e-4)
     assert parse_flags(["--run-dir", "run", "--recipe", "debug"]).optimizer.lr == 3e-3
     assert parse_flags(["--run-dir", "other"]).optimizer.lr == 3e-3
+    # Its layout is one of many: it gives way to a flag, and where it does not fit the processes.
+    text = to_toml(parse_flags(["--tp", "4", "--zero", "1", "--batch-size", "2", "--lr", "1e-4"]))
+    Path("run", "config.toml").write_text(text)
+    for argv, world_size, layout in (
+        ([], 4, (4, 1, 1, 2)),
+        ([], 2, (1, 1, 3, None)),
+        (["--pp", "2"], 4, (1, 2, 3, None)),
+        (["--no-compile"], 4, (1, 1, 3, None)),
+        (["--seq-len", "128"], 4, (1, 1, 3, None)),
+        (["--steps", "9", "--log-every", "1"], 4, (4, 1, 1, 2)),
+    ):
+        config = parse_flags(["--run-dir", "run", *argv], world_size=world_size)
+        sizes = config.layout.tp, config.layout.pp, config.layout.zero, config.step.batch_size
+        assert sizes == layout and config.optimizer.lr == 1e-4
     Path("run", "config.toml").write_text("[step]\nsteps = 'x'\n")
     with pytest.raises(ConfigError, match=r"--run-dir run: run/config\.toml: line 2, .*--recipe"):
         parse_flags(["--run-dir", "run"])

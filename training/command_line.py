@@ -21,7 +21,16 @@ from pydantic import BaseModel
 from models.config import RopeScaling
 from models.files import printable, read_bounded
 from models.hf_config import read_hf_config
-from training.config import Config, ConfigError, ModelSection, flag, unknown_key
+from parallel.layout import read_launch
+from training.config import (
+    Config,
+    ConfigError,
+    LayoutSection,
+    MemorySection,
+    ModelSection,
+    flag,
+    unknown_key,
+)
 from training.secrets import has_credentials, is_secret
 from training.tokenizer import OTHER_FORMATS
 from training.values import clean_path
@@ -189,23 +198,34 @@ def load_recipe(name: str) -> Config:
         raise ConfigError(f"--recipe {shown}: {error}") from None
 
 
-def _load_defaults(argv: list[str], console: bool) -> Config:
-    """The recipe that is named, or the config of the run directory that is, or ``debug``."""
+def _load_defaults(argv: list[str], world_size: int) -> Config:
+    """The recipe that is named, or the config of the run directory that is, or ``debug``.
+
+    A run goes on on any layout. Its first one is a default only where it fits the processes, and
+    where the command says nothing else of what is trained: the whole command, given again, means
+    its own.
+    """
     name, run_dir = _early_flag(argv, "--recipe"), _early_path(argv, "--run-dir")
-    file = run_dir / "config.toml" if run_dir and name is None else None
+    if run_dir is None or name is not None:
+        return load_recipe(name or "debug")
+    file = run_dir / "config.toml"
     try:
-        defaults = Config(**read_recipe(file)) if file else load_recipe(name or "debug")
+        defaults = Config(**{**read_recipe(file), "recipe": str(file)})
     except (FileNotFoundError, NotADirectoryError):
         return load_recipe("debug")
     except (OSError, ConfigError) as error:
-        if not file:
-            raise
         reason = error.strerror if isinstance(error, OSError) else error
         raise ConfigError(
             f"--run-dir {run_dir}: {file}: {reason}; to start without it, name a --recipe"
         ) from None
-    if file and console:
-        print(f"no --recipe is given: taking {file}; flags override it", file=sys.stderr)
+    layout = defaults.layout
+    ranks = layout.tp * layout.pp * layout.cp * layout.dp_replicate
+    sections = (getattr(defaults, name) for name in Config.model_fields if name != "run")
+    keys = {key for section in sections for key in getattr(section, "model_fields", ())}
+    stated = {word.partition("=")[0].replace("_", "-").replace("--no-", "--") for word in argv}
+    if world_size % ranks or stated & set(map(flag, keys - {"steps"})):
+        defaults.layout, defaults.memory = LayoutSection(), MemorySection()
+        defaults.step.batch_size = None
     return defaults
 
 
@@ -338,15 +358,19 @@ def _parse(argv: list[str], defaults: Config, console: bool) -> Config:
     raise ConfigError(f"{text} (--help lists all flags)")
 
 
-def parse_flags(argv: list[str], console: bool = True) -> Config:
+def parse_flags(argv: list[str], console: bool = True, world_size: int | None = None) -> Config:
     """Turn a command line into a config; nothing is checked yet beyond each value's own range.
+
+    Args:
+        console: say which flags override a model directory, and print ``--help``.
+        world_size: processes of the run; None: those of this launch.
 
     Raises:
         ConfigError: for a bad recipe, what is no flag, or a value out of range.
         SystemExit: with 0, for ``--help``.
     """
     _check_words(argv)
-    defaults = _load_defaults(argv, console)
+    defaults = _load_defaults(argv, world_size or read_launch().world_size)
     if (_early_flag(argv, "--dataset") or defaults.data.dataset) != defaults.data.dataset:
         defaults.data.dataset_config = None  # that of the recipe is one of its own dataset
     source, stated, assumed = _take_hf_config(argv, defaults)

@@ -197,9 +197,11 @@ def _line(error: BaseException) -> str:
 def _make(
     name: str, backend, eos_id: int, files: dict[str, bytes], bos_id: int | None = None
 ) -> Tokenizer:
-    # Settings of a saved tokenizer that would silently cut or fill documents.
+    # Settings of a saved tokenizer that would silently cut or fill documents, or draw their ids.
     backend.no_truncation()
     backend.no_padding()
+    if getattr(backend.model, "dropout", None):
+        backend.model.dropout = None
     text = backend.to_str()
     # Not in the text. Letters that spell a special token are then letters, by its model.
     backend.encode_special_tokens = True

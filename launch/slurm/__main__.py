@@ -140,7 +140,7 @@ def check_run(options: argparse.Namespace, train_flags: list[str]) -> Config:
     per_node = options.processes_per_node
     launch = Launch(0, options.nodes * per_node, 0, per_node)
     if not options.layouts:
-        config = parse_flags(train_flags)
+        config = parse_flags(train_flags, world_size=launch.world_size)
         check_ahead(config, launch)
         if checkpoint := find_checkpoint(config):
             check_resume(config, checkpoint)
