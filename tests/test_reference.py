@@ -155,6 +155,13 @@ def test_twenty_adamw_steps(options, ranks4):
     found = ranks4.run(train_toy, 2, steps=20, dtype="float32", optimizer=section, **options)[0]
     assert found["loss"] == pytest.approx(expected["loss"], rel=1e-5)
     assert found["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-5)
+    gaps = {name: found["weights"][name] - weight for name, weight in expected["weights"].items()}
+    gap, whole = (
+        np.linalg.norm([np.linalg.norm(part) for part in parts.values()])
+        for parts in (gaps, expected["weights"])
+    )
+    assert gap / whole < 1e-5
+    # Of a single matrix Adam makes more of rounding, which differs between kinds of CPU: 1.4e-5 was
+    # seen, and a wrong formula is off by far more.
     for name, weight in expected["weights"].items():
-        gap = np.linalg.norm(found["weights"][name] - weight) / np.linalg.norm(weight)
-        assert gap < 1e-5, name
+        assert np.linalg.norm(gaps[name]) / np.linalg.norm(weight) < 3e-5, name

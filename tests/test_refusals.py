@@ -758,8 +758,8 @@ def test_offloading_without_a_gpu_is_refused(tmp_path):
 
 TORCHRUN = {
     "--steps=0": "train_llm.py: error: --steps must be greater than 0, not 0\n",
-    "--seqlen=3": "Unrecognized options: --seqlen",
-    "--steps=many": "Error parsing --steps",
+    "--seqlen=3": "train_llm.py: error: Unrecognized options: --seqlen",
+    "--steps=many": "train_llm.py: error: Error parsing --steps",
 }
 
 

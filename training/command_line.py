@@ -345,14 +345,15 @@ def _parse(argv: list[str], defaults: Config, console: bool) -> Config:
                 "ranks. Defaults are those of the chosen recipe.",
                 config=(tyro.conf.OmitArgPrefixes,),
                 registry=_registry,
-                console_outputs=console,
+                # What is wrong with a flag is caught here, on every rank.
+                console_outputs=console or not {"--help", "-h"} & set(argv),
             )
     except SystemExit as leaving:
         if not leaving.code:
             raise
     lines = [line.strip("│ ") for line in report.getvalue().splitlines()]
     said = itertools.takewhile(lambda line: not line.startswith("──"), lines[1:])
-    text = " ".join(said) or "bad command line; rank 0 says more"
+    text = " ".join(said)
     if meant := re.search(r"Perhaps you meant:[│\s]*(--[\w-]+)", report.getvalue()):
         text = f"{text}; did you mean {meant[1]}?"
     raise ConfigError(f"{text} (--help lists all flags)")
