@@ -102,7 +102,7 @@ def read_identity(checkpoint: Path) -> tuple[dict, LlamaConfig]:
         state = read_checkpoint_state(checkpoint)
         identity = state["identity"]
         fields = {key: identity[key] for key in LlamaConfig.model_fields if key in identity}
-        needed = {key: identity[key] for key in ("seq_len", "dtype", "tokenizer")}
+        needed = {key: identity[key] for key in ("seq_len", "dtype", "tokenizer", "vocab_size")}
         needed["tokenizer_fingerprint"] = identity.get("tokenizer_fingerprint")
         return needed | {"step": state["step"]}, LlamaConfig(**fields)
     except (OSError, ValueError, KeyError, TypeError) as error:

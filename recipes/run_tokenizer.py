@@ -38,6 +38,11 @@ def load_run_tokenizer(checkpoint: Path, identity: dict, name: str | None) -> To
             f"--tokenizer {printable(name)} gives other ids than the tokenizer that {checkpoint} "
             "was trained with: name that one"
         )
+    if tokenizer.vocab_size > identity["vocab_size"]:
+        raise ConfigError(
+            f"--tokenizer {printable(name)} has {tokenizer.vocab_size} ids, and the model in "
+            f"{checkpoint} has rows for {identity['vocab_size']}: name that of the training"
+        )
     return tokenizer
 
 

@@ -275,11 +275,15 @@ def test_a_run_keeps_its_tokenizer(folder_of, tmp_path, monkeypatch):
     config = json.loads((exported / "config.json").read_text())
     assert (config["bos_token_id"], config["eos_token_id"]) == (None, 0)
 
-    identity = {"tokenizer": "tok", "tokenizer_fingerprint": load_tokenizer("moved").fingerprint}
+    fingerprint = load_tokenizer("moved").fingerprint
+    identity = {"tokenizer": "tok", "tokenizer_fingerprint": fingerprint, "vocab_size": 500}
     assert load_run_tokenizer(checkpoint, identity, "moved").name == "moved"
     with pytest.raises(ConfigError, match=r"--tokenizer .* gives other ids"):
         load_run_tokenizer(checkpoint, identity, str(folder_of("gpt2")))
-    assert load_run_tokenizer(checkpoint, identity | {"tokenizer_fingerprint": None}, "bytes")
+    old = identity | {"tokenizer_fingerprint": None}
+    assert load_run_tokenizer(checkpoint, old, "bytes")
+    with pytest.raises(ConfigError, match=r"has 257 ids, and the model .* has rows for 256"):
+        load_run_tokenizer(checkpoint, old | {"vocab_size": 256}, "bytes")
 
 
 def test_generation_settings_of_the_first_model_stay(folder_of, tmp_path):
