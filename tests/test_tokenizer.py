@@ -254,6 +254,7 @@ def test_a_run_keeps_its_tokenizer(folder_of, tmp_path, monkeypatch):
     from transformers import AutoTokenizer
 
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PARALLEL_RECIPES_CACHE", str(tmp_path / "cache"))
     shutil.copytree(folder_of("llama3"), "tok")
     flags = [*SMALL, "--tokenizer", "./tok", "--run-dir", "run", "--lr-decay-steps", "3"]
     code, out, err = forked(*flags, "--steps", "1")

@@ -19,6 +19,9 @@ from parallel.layout import make_layout
 from parallel.plan import ParameterRow, format_plan
 from tests.launch import SMALL, checkpoint_tensors, curve, forked, rows, run_main, train
 from tests.ranks import RankError, free_port
+from training.config import DataSection
+from training.tokenizer import load_tokenizer
+from training.tokens import prepare_tokens
 
 REPO = Path(__file__).parent.parent
 EVALUATE = ["--eval-every", 5, "--eval-batches", 0]
@@ -147,9 +150,9 @@ def test_more_steps_keep_the_schedule(stopped_at_five, launched2, tmp_path):
 def test_evaluation_is_the_same_on_every_layout(straight, launched1, launched2, tmp_path):
     """Every held-out token once, whatever the ranks and the batch size."""
     expected = rows(straight[0], "eval.jsonl")
-    meta = json.loads(
-        next(Path(os.environ["PARALLEL_RECIPES_CACHE"]).glob("*/meta.json")).read_text()
-    )
+    section = DataSection(dataset="synthetic")
+    folder = prepare_tokens(section, load_tokenizer("bytes"), log=lambda line: None)
+    meta = json.loads((folder / "meta.json").read_text())
     assert expected[0]["eval_tokens"] == meta["eval_tokens"] - 1
     for group, flags in ((launched1, ["--batch-size", 1]), (launched2, ["--zero", 2])):
         run_dir = tmp_path / f"run{group.world_size}"
