@@ -21,7 +21,7 @@ from tests.ranks import Group, RankError, free_port
 STUCK = 1
 LAYOUTS = {"2x2": ["--tp", 2], "pp2-dp1-tp2": ["--pp", 2, "--tp", 2]}
 PHASES = {
-    "forward": ("models.llama.MLP.forward", 21),
+    "forward": ("models.llama.MLP.forward", 11),
     "evaluation": ("training.loop.eval_batches", 1),
     "save": ("training.checkpoint.CheckpointWriter.write_data", 1),
 }
