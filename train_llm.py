@@ -11,10 +11,10 @@ import sys
 import time
 from functools import partial
 
-from training.checks import load_config
-from training.launcher import Launcher
-from training.output import run_command, say
-from training.values import step_range
+from common.output import run_command, say
+from training.config.values import step_range
+from training.run.launcher import Launcher
+from training.start import load_config
 
 
 def main() -> None:
@@ -36,21 +36,22 @@ def main() -> None:
 
     import torch
 
+    from models.decoder import Llama
     from models.hf import load_weights
     from models.initialization import init_weights
-    from models.llama import Llama
     from parallel import parallelize
     from parallel.grad_compression import replicate
     from parallel.mesh import init_ranks
-    from training import ending, start
-    from training.checkpoint import Checkpointer, Progress, load_checkpoint
-    from training.fingerprint import Fingerprints
-    from training.garbage import collecting_together
+    from training import setup as start
+    from training.checkpoint.saver import Checkpointer, Progress, load_checkpoint
     from training.loop import train
-    from training.metrics import Meter
-    from training.optimizer import ShardedOptimizer
-    from training.profiler import Profiler
-    from training.run_tokenizer import load_run_tokenizer
+    from training.optimizers.sharded import ShardedOptimizer
+    from training.run import shutdown as ending
+    from training.run.fingerprints import Fingerprints
+    from training.run.garbage import collecting_together
+    from training.run.metrics import Meter
+    from training.run.profiler import Profiler
+    from training.run.tokenizer import load_run_tokenizer
 
     if config.layout.print_plan:
         return start.print_plan(config, layout, launch)

@@ -14,9 +14,10 @@ import math
 import sys
 
 from benchmarks.ranks import Training, run_ranks, write_json
-from parallel.layout import Launch, layout_flags, parse_layout
-from planner.measure import CountCollectives
-from training.command_line import Parser
+from parallel.launch import Launch
+from parallel.layout import layout_flags, parse_layout
+from recipes.plan.measure import CountCollectives
+from training.config.command_line import Parser
 
 MODEL = """
     --hidden-size 256 --intermediate-size 704 --num-hidden-layers 4 --num-attention-heads 8
@@ -42,7 +43,7 @@ def minimum(training_flags: list[str], sizes: dict[str, int]) -> collections.Cou
     two numbers, per token. FSDP: ZeRO-3 (Rajbhandari et al. 2020), which gathers a block twice, but
     what the backward begins with, and the embedding, which it does not read, once.
     """
-    from training.command_line import parse_flags
+    from training.config.command_line import parse_flags
 
     config = parse_flags(training_flags, console=False)
     m, step = config.model, config.step

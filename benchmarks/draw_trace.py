@@ -8,7 +8,7 @@ import json
 import sys
 from pathlib import Path
 
-from training.command_line import Parser
+from training.config.command_line import Parser
 
 PHASES = {"forward": "C0", "backward": "C1", "gradient norm": "C2", "update": "C3"}
 

@@ -19,9 +19,9 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.ranks import Training, write_json
-from parallel.layout import read_launch
-from training.command_line import parse_flags
-from training.metrics import flops_per_token, peak_flops
+from parallel.launch import read_launch
+from training.config.command_line import parse_flags
+from training.run.metrics import flops_per_token, peak_flops
 
 MODELS = {
     "1B": ["--recipe", "llama3_1b", "--seq-len", "4096"],

@@ -16,19 +16,20 @@ import torch
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 from benchmarks.ranks import run_ranks, write_json
+from common.text import columns
 from models.config import LlamaConfig
+from models.decoder import Llama
 from models.initialization import init_weights
-from models.llama import Llama
 from parallel import parallelize
-from parallel.layout import Launch, Layout, make_layout
+from parallel.launch import Launch
+from parallel.layout import Layout, make_layout
 from parallel.mesh import Ranks, init_ranks
-from parallel.plan import columns
-from planner.measure import LiveBytes, gathered_parameters, held
 from planner.memory import Options, block_bytes, embedding_bytes, head_bytes, loss_bytes
-from training.command_line import load_recipe
-from training.config import OptimizerSection
-from training.loop import batch_loss, forward_backward
-from training.optimizer import ShardedOptimizer
+from recipes.plan.measure import LiveBytes, gathered_parameters, held
+from training.config.command_line import load_recipe
+from training.config.schema import OptimizerSection
+from training.optimizers.sharded import ShardedOptimizer
+from training.step import batch_loss, forward_backward
 
 FLOAT = 4
 WHEN = ("between micro-batches", "at the peak")

@@ -13,8 +13,8 @@ import gc
 import sys
 
 from benchmarks.ranks import Training, cpu_and_wall, over_ranks, run_ranks, write_json
-from parallel.layout import Launch
-from training.metrics import PeakMemory
+from parallel.launch import Launch
+from training.run.metrics import PeakMemory
 
 # PowerSGD begins with the third step.
 PROCESSES, ROUNDS, WARM_UP, STEPS = 4, 2, 2, 3

@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.ranks import write_json
-from models.llama import _RMSNorm, _SwiGLULinear
-from parallel.plan import columns
+from common.text import columns
+from models.decoder import _RMSNorm, _SwiGLULinear
 
 BATCH, SEQ_LEN, HIDDEN, FEED_FORWARD = 4, 256, 256, 704
 ROUNDS, REPEATS = 7, 30

@@ -16,11 +16,10 @@ import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from common.text import columns
 from models.config import LlamaConfig
 from parallel.layout import Layout
-from parallel.plan import columns
 from parallel.stages import Stage, make_stages
-from planner.learn import fit
 from planner.machine import Constants, Machine, load_machine
 from planner.memory import (
     Facts,
@@ -33,7 +32,8 @@ from planner.memory import (
 )
 from planner.search import CONTEXT_GIB, FRAGMENTATION, GIB
 from planner.time import step_time
-from training.command_line import Parser
+from recipes.plan.learn import fit
+from training.config.command_line import Parser
 
 ROWS = Path(__file__).parent.parent / "tests" / "planner_rows.csv"
 GPUS = {

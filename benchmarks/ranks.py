@@ -12,17 +12,17 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 
+from models.decoder import Llama
 from models.initialization import init_weights
-from models.llama import Llama
 from parallel import parallelize
 from parallel.grad_compression import replicate
-from parallel.layout import Launch
+from parallel.launch import Launch
 from parallel.mesh import init_ranks
-from training import start
-from training.checks import check
-from training.command_line import parse_flags
-from training.loop import FaultFlag, optimizer_step
-from training.optimizer import ShardedOptimizer
+from training import setup as start
+from training.config.command_line import parse_flags
+from training.optimizers.sharded import ShardedOptimizer
+from training.start import check
+from training.step import FaultFlag, optimizer_step
 
 
 def _rank(rank: int, function: Callable, processes: int, port: int, out: str, args: tuple) -> None:

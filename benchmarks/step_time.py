@@ -25,9 +25,10 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.ranks import Training, cpu_and_wall, over_ranks, run_ranks, write_json
-from parallel.layout import Launch, layout_flags, parse_layout
-from training.command_line import Parser, parse_flags
-from training.config import Config
+from parallel.launch import Launch
+from parallel.layout import layout_flags, parse_layout
+from training.config.command_line import Parser, parse_flags
+from training.config.schema import Config
 
 MODEL = """
     --hidden-size 256 --intermediate-size 704 --num-hidden-layers 4 --num-attention-heads 8

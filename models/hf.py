@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
+from common.files import read_json
+from common.text import printable
 from models.config import LlamaConfig
-from models.files import printable, read_json
 
 if TYPE_CHECKING:
-    from models.llama import Llama
+    from models.decoder import Llama
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"

@@ -9,8 +9,9 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
+from common.files import read_json
+from common.text import printable, shown
 from models.config import LlamaConfig, RopeScaling
-from models.files import printable, read_json, shown
 
 REQUIRED = (
     "hidden_size",

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from models.llama import Llama
+from models.decoder import Llama
 
 # Elements drawn from one random stream. A rank draws whole chunks, so this bounds what it draws
 # beyond its own rows; it is part of the definition of the weights.

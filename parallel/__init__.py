@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     import torch
     from torch.distributed.device_mesh import DeviceMesh
 
-    from models.llama import Llama
+    from models.decoder import Llama
     from parallel.stages import Stage
 
 

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from models.llama import Llama
+from models.decoder import Llama
 
 # Of torch.compile.
 COMPILE_BACKEND = "inductor"

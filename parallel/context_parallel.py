@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.attention.bias import CausalBias, causal_lower_right
 from torch.utils._python_dispatch import _disable_current_modes
 
-from models.llama import Llama
+from models.decoder import Llama
 
 _comm = torch.ops._c10d_functional
 

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from models.llama import Llama
+from models.decoder import Llama
 
 
 def apply_fsdp(

@@ -14,7 +14,7 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from models.config import LlamaConfig
-from models.llama import Llama
+from models.decoder import Llama
 from parallel.layout import POWERSGD_RANK, POWERSGD_START
 
 # What is sent, and by how much it is multiplied before. Gradients here are of a mean over the
@@ -53,7 +53,7 @@ class _LastFirst(nn.Module):
 class Replica(DistributedDataParallel):
     """A model whose gradients are summed over all ranks by a compressing hook.
 
-    Only what :func:`training.loop.batch_loss` needs of the model is passed on.
+    Only what :func:`training.step.batch_loss` needs of the model is passed on.
     """
 
     def __init__(self, model: Llama, state: object, hook: Callable):

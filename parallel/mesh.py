@@ -11,7 +11,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
-from parallel.layout import Launch, Layout, LayoutError
+from common.errors import LayoutError
+from parallel.launch import Launch
+from parallel.layout import Layout
 from parallel.rendezvous import meet
 
 

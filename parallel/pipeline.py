@@ -15,7 +15,7 @@ from torch.distributed.pipelining.schedules import (
     get_schedule_class,
 )
 
-from models.llama import Llama
+from models.decoder import Llama
 from parallel.data_parallel import begin_micro_batch
 from parallel.layout import Layout
 from parallel.mesh import Ranks
@@ -184,7 +184,7 @@ class Pipeline:
                 self._schedule.register_custom_function(action, lambda *_: None)
 
     def forward_backward(self, batch: list[tuple[Tensor, Tensor]], target_tokens: int) -> Tensor:
-        """As :func:`training.loop.forward_backward`; the loss is that of the last stage's ranks."""
+        """As :func:`training.step.forward_backward`; the loss is that of the last stage's ranks."""
         self._divisor = target_tokens
         return self._run(self._schedule.step, batch)
 

@@ -11,7 +11,8 @@ from collections.abc import Callable
 
 import torch.distributed as dist
 
-from parallel.layout import Launch, LayoutError
+from common.errors import LayoutError
+from parallel.launch import Launch
 
 POLL_S = 0.1
 # For a rank that hears of a missing one through rank 0, whose own wait may have begun later.

@@ -20,7 +20,7 @@ from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 from torch.distributed.tensor.placement_types import Placement
 
 from models.config import LlamaConfig
-from models.llama import Llama
+from models.decoder import Llama
 
 _comm = torch.ops._c10d_functional
 

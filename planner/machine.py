@@ -7,9 +7,8 @@ import tomllib
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
-from models.files import read_json
-from training.config import ConfigError
-from training.files import write_atomic
+from common.errors import ConfigError
+from common.files import read_json, write_atomic
 
 TABLE = Path(__file__).with_name("gpus.toml")
 

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from models.config import LlamaConfig
 from parallel.layout import Layout
-from parallel.plan import DTYPE_BYTES, _chunks, _fsdp_units
 from parallel.stages import SCHEDULES, Stage
+from planner.collectives import DTYPE_BYTES, _chunks, _fsdp_units
 
 if TYPE_CHECKING:
-    from training.config import Config
+    from training.config.schema import Config
 
 # Of one rank, in the order of a report.
 ITEMS = {

@@ -6,13 +6,13 @@ Torch-free.
 import statistics
 from dataclasses import dataclass
 
+from common.text import bytes_of, columns
 from parallel.layout import Layout
-from parallel.plan import columns
 from planner.machine import Machine
 from planner.memory import Memory, memory, memory_options
-from planner.report import TIMES, bytes_of
+from planner.report import TIMES
 from planner.time import Time, step_time
-from training.config import Config
+from training.config.schema import Config
 
 SHORT = {"gathered": "gathered parameters", "unsharded_gradients": "whole gradients"}
 

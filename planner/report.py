@@ -1,13 +1,12 @@
 """What a plan says to a person."""
 
+from common.text import bytes_of, columns
 from models.config import flops_per_token
-from parallel.plan import columns
 from planner.machine import Machine
 from planner.memory import ITEMS
 from planner.search import (
     CONTEXT_GIB,
     FRAGMENTATION,
-    GIB,
     LIMIT,
     TIE,
     TOO_MUCH,
@@ -34,11 +33,6 @@ TIMES = {
     "optimizer": "optimizer",
     "host": "waiting for the host",
 }
-
-
-def bytes_of(size: float) -> str:
-    """Bytes in MiB, or GiB where there are many."""
-    return f"{size / GIB:.2f} GiB" if size >= GIB else f"{size / 2**20:.1f} MiB"
 
 
 def memory_interval(plan: Plan) -> float:

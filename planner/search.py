@@ -6,16 +6,11 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
+from common.errors import LayoutError
+from common.text import GIB
 from models.config import LlamaConfig
-from parallel.layout import (
-    Layout,
-    LayoutError,
-    check_pipeline,
-    check_tensor_parallel,
-    divisors,
-    make_layout,
-    use_sequence_parallel,
-)
+from parallel.layout import Layout, divisors, make_layout, use_sequence_parallel
+from parallel.rules import check_pipeline, check_tensor_parallel
 from parallel.stages import SCHEDULES, Stage
 from planner.machine import Machine, ranks_on_a_node
 from planner.memory import (
@@ -30,7 +25,6 @@ from planner.memory import (
 )
 from planner.time import Time, step_time
 
-GIB = 2**30
 # Reserved over allocated memory of CUDA's caching allocator with expandable segments, which
 # train_llm.py asks for, and what the context and the communicators of a process take outside it:
 # rules of thumb, not measured here.

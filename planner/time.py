@@ -10,8 +10,8 @@ from dataclasses import dataclass, fields
 
 from models.config import LlamaConfig
 from parallel.layout import Layout
-from parallel.plan import collectives
 from parallel.stages import Stage, bubble_fraction
+from planner.collectives import collectives
 from planner.machine import Machine
 from planner.memory import OURS, Facts, Options, stage_parameters
 
@@ -88,7 +88,7 @@ def step_time(
     stages: Sequence[Stage] = (),
     facts: Facts = OURS,
 ) -> Time:
-    """Of one optimizer step; the communication is what the plan counts (``parallel/plan.py``).
+    """Of one optimizer step; ``planner/collectives.py`` counts what is sent.
 
     A rank's transfers for tp and cp wait; those of FSDP hide under the computing of the same
     micro-batch, and under the waiting for its host, up to a part of that, but for the first unit;

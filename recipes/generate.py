@@ -14,22 +14,23 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from common.errors import ConfigError
+from common.output import run_command
 from models.config import LlamaConfig
 from models.hf_config import hf_config
-from parallel.layout import Launch, Layout, LayoutError, read_launch
-from recipes.export_checks import build_transformers_model, check_checkpoint
-from recipes.export_hf import (
+from parallel.launch import Launch, read_launch
+from parallel.layout import Layout
+from recipes.export_hf.checks import build_transformers_model, check_checkpoint
+from recipes.export_hf.export import (
     check_share,
     find_checkpoint,
     load_tensors,
     make_parser,
     read_identity,
 )
-from recipes.run_tokenizer import load_run_tokenizer, read_generation
-from training.checks import refuse
-from training.command_line import positive
-from training.config import ConfigError
-from training.output import run_command
+from recipes.export_hf.tokenizer import load_run_tokenizer, read_generation
+from training.config.command_line import positive
+from training.start import refuse
 
 if TYPE_CHECKING:
     from parallel.mesh import Ranks
@@ -82,7 +83,7 @@ def generate(path: Path, launch: Launch, options: argparse.Namespace) -> list[in
         options: ``prompt``, ``max_new_tokens``, ``temperature`` and ``seed``.
 
     Raises:
-        ConfigError, LayoutError: in one line.
+        ConfigError: in one line.
     """
     checkpoint = find_checkpoint(path)
     identity, config = read_identity(checkpoint)
@@ -171,7 +172,7 @@ def main(argv: list[str] | None = None) -> int:
         launch = read_launch()
         options = parse_command(sys.argv[1:] if argv is None else argv)
         generate(options.path, launch, options)
-    except (ConfigError, LayoutError) as error:
+    except ConfigError as error:
         refuse(str(error), launch, "generate")
     return 0
 

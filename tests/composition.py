@@ -6,9 +6,10 @@ train_llm.py, whose rules are in parallel/layout.py.
 prints the table of docs/parallelism.md; a test holds the two together.
 """
 
-from parallel.layout import Launch, LayoutError
-from training.checks import check
-from training.config import Config, ConfigError
+from common.errors import ConfigError, LayoutError
+from parallel.launch import Launch
+from training.config.schema import Config
+from training.start import check
 
 # Eight processes, eight layers and sizes that every layout below divides: what is refused is the
 # combination.

@@ -26,8 +26,8 @@ from pathlib import Path
 import torch
 
 from tests.damage import damage
-from tests.launch import SMALL, checkpoint_tensors, forked
-from training.config import Config
+from tests.runs import SMALL, checkpoint_tensors, forked
+from training.config.schema import Config
 
 LIMIT_S = 60.0
 LINUX_CAPABILITY_VERSION_3, CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH = 0x20080522, 1, 2

@@ -21,8 +21,8 @@ from torch._dynamo.backends.registry import lookup_backend
 import parallel.data_parallel
 import parallel.pipeline
 import parallel.tensor_parallel
-import training.ending
-import training.tokens
+import training.data.tokens
+import training.run.shutdown
 
 # It imports all backends, as the first compilation of each rank would.
 lookup_backend("aot_eager")

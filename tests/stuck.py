@@ -15,15 +15,15 @@ import time
 from pathlib import Path
 from unittest import mock
 
-from tests.launch import SMALL, run_main
 from tests.ranks import Group, RankError, free_port
+from tests.runs import SMALL, run_main
 
 STUCK = 1
 LAYOUTS = {"2x2": ["--tp", 2], "pp2-dp1-tp2": ["--pp", 2, "--tp", 2]}
 PHASES = {
-    "forward": ("models.llama.MLP.forward", 11),
-    "evaluation": ("training.loop.eval_batches", 1),
-    "save": ("training.checkpoint.CheckpointWriter.write_data", 1),
+    "forward": ("models.layers.MLP.forward", 11),
+    "evaluation": ("training.evaluate.eval_batches", 1),
+    "save": ("training.checkpoint.saver.CheckpointWriter.write_data", 1),
 }
 HOW = ("asleep", "stopped")
 

@@ -21,8 +21,8 @@ from pathlib import Path
 
 import torch
 
-from tests.launch import SMALL, checkpoint_tensors, curve, read_wandb, rows
 from tests.ranks import free_port
+from tests.runs import SMALL, checkpoint_tensors, curve, read_wandb, rows
 
 REPO = Path(__file__).parent.parent
 WHEN = ("start", "step", "save", "rename")

@@ -10,19 +10,21 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from models.config import LlamaConfig
+from models.decoder import Llama
 from models.initialization import init_weights
-from models.llama import Llama
 from parallel import activation_checkpoint, parallelize
 from parallel.context_parallel import local_tokens
 from parallel.grad_compression import replicate
-from parallel.layout import Launch, Layout
+from parallel.launch import Launch
+from parallel.layout import Layout
 from parallel.mesh import Ranks, make_mesh
 from parallel.pipeline import Pipeline
-from parallel.plan import parameter_rows
-from training.config import OptimizerSection
-from training.loop import Batch, FaultFlag, batch_loss, optimizer_step
+from planner.collectives import parameter_rows
+from training.config.schema import OptimizerSection
+from training.loop import Batch
 from training.loss import IGNORE_INDEX
-from training.optimizer import ShardedOptimizer
+from training.optimizers.sharded import ShardedOptimizer
+from training.step import FaultFlag, batch_loss, optimizer_step
 
 # Eight heads, so that every layout of eight ranks divides them; four key/value heads, so that
 # tp 8 has fewer of them than ranks.

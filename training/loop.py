@@ -2,238 +2,34 @@
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.profiler import record_function
+from torch import nn
 
 from parallel.context_parallel import local_tokens
-from parallel.data_parallel import begin_micro_batch, reshard
 from parallel.layout import Layout
 from parallel.mesh import Ranks
-from parallel.tensor_parallel import reduce_partial_gradients, rows_of
-from training import garbage
-from training.checkpoint import Checkpointer, Progress
-from training.config import Config
-from training.data import TokenData, eval_batches, num_eval_batches, prefetch, train_batch
-from training.fingerprint import Fingerprints
-from training.heartbeat import Heartbeat
-from training.launcher import GONE
-from training.loss import IGNORE_INDEX, chunked_cross_entropy_sum, cross_entropy_sum
-from training.metrics import Meter
-from training.optimizer import ShardedOptimizer, lr_at
-from training.profiler import Profiler
-from training.reporter import Reporter
-from training.run_dir import LostRunError
+from training.checkpoint.saver import Checkpointer, Progress
+from training.config.schema import Config
+from training.data.batches import TokenData, prefetch, train_batch
+from training.evaluate import evaluate
+from training.loss import IGNORE_INDEX
+from training.optimizers.schedule import lr_at
+from training.optimizers.sharded import ShardedOptimizer
+from training.run import garbage
+from training.run.directory import LostRunError
+from training.run.fingerprints import Fingerprints
+from training.run.heartbeat import Heartbeat
+from training.run.metrics import Meter
+from training.run.outcome import LOST, REASONS
+from training.run.profiler import Profiler
+from training.run.reporter import Reporter
+from training.step import Batch, FaultFlag, StepResult, optimizer_step
 
 if TYPE_CHECKING:
     from parallel.pipeline import Pipeline
-
-Batch = list[tuple[Tensor, Tensor]]
-# Why a run stops before its last step; the first that holds is the one that is said.
-SIGNAL, TIME = "a rank received a signal", "the time of --stop-after is over"
-LOST = "the run directory is not that of this start any more"
-REASONS = (LOST, SIGNAL, GONE, TIME)
-
-
-class NonFiniteError(RuntimeError):
-    """The loss or the gradient norm was not finite; the weights are those before that step."""
-
-    def __init__(self, step: int, ranks: list[int], what: str):
-        self.step, self.ranks = step, ranks
-        names = ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
-        super().__init__(
-            f"step {step}: {what} is not finite on {names}; that step changed nothing, "
-            "and no checkpoint holds it"
-        )
-
-
-def batch_loss(model: nn.Module, inputs: Tensor, targets: Tensor, ranks: Ranks) -> Tensor:
-    """Summed loss in nats of one micro-batch [B, S]; equal on all tp ranks."""
-    rows = rows_of(model.config.vocab_size, ranks.tp, ranks.tp_rank)
-    mine = {"vocab_start": rows.start, "tp_group": ranks.tp_group}
-    chunks = model.lm_head.loss_chunks
-    if chunks == 1:
-        return cross_entropy_sum(model(inputs), targets, **mine)
-    return model(inputs, lambda x, w: chunked_cross_entropy_sum(x, w, targets, chunks, **mine))
-
-
-def forward_backward(
-    model: nn.Module,
-    batch: Batch,
-    target_tokens: int,
-    ranks: Ranks,
-    zero: int,
-    pipeline: "Pipeline | None" = None,
-) -> Tensor:
-    """Accumulate the gradient of the global mean loss over this rank's micro-batches.
-
-    Args:
-        target_tokens: number of targets of the whole optimizer step, over all ranks.
-        zero: stage of the layout.
-        pipeline: runs the micro-batches instead, where the model is cut into stages.
-
-    Returns:
-        float64 scalar: this dp rank's share of the global mean loss; zero on all pp ranks but one.
-    """
-    share = torch.zeros((), dtype=torch.float64, device=ranks.device)
-    if pipeline:
-        share, batch = pipeline.forward_backward(batch, target_tokens), []
-    for number, (inputs, targets) in enumerate(batch, start=1):
-        begin_micro_batch(model, zero=zero, last=number == len(batch))
-        with record_function("forward"):
-            loss = batch_loss(model, inputs, targets, ranks) / target_tokens
-        with record_function("backward"):
-            loss.backward()
-        share += loss.detach()
-    if ranks.tp_group:
-        reduce_partial_gradients(model, ranks.tp_group)
-    return share
-
-
-@dataclass
-class StepResult:
-    """Device scalars of one step: nothing here has been read by the host."""
-
-    loss: Tensor
-    grad_norm: Tensor
-
-
-class FaultFlag:
-    """Remembers on the device the first step whose loss or gradient norm was not finite."""
-
-    def __init__(self, device: torch.device):
-        self.step = torch.zeros((), dtype=torch.float64, device=device)
-        self._here = torch.zeros((), dtype=torch.int64, device=device)
-
-    def record(self, step: int, sums: Tensor, local: Tensor) -> Tensor:
-        """Note ``step`` if the global ``sums`` are not finite, and return 1.0 then, else 0.0.
-
-        Args:
-            local: this rank's own [squared gradient norm, loss].
-        """
-        bad = ~sums.isfinite().all()
-        first = bad & (self.step == 0)
-        squares_bad, loss_bad = ~local.isfinite()
-        self._here = torch.where(first, torch.where(loss_bad, 2, squares_bad.long()), self._here)
-        self.step = torch.where(first, float(step), self.step)
-        return bad.float()
-
-    def check(self, ranks: Ranks, step: int | None = None) -> None:
-        """Raise :class:`NonFiniteError` on all ranks if a step was noted.
-
-        Args:
-            step: ``self.step``, where the caller has read it already; else the device is read.
-        """
-        step = int(self.step) if step is None else step
-        if not step:
-            return
-        codes = torch.zeros(dist.get_world_size(ranks.control), dtype=torch.int64)
-        codes[ranks.rank] = self._here.cpu()
-        dist.all_reduce(codes, group=ranks.control)
-        # A loss that is not finite spreads to every gradient: where there is one, it is the cause.
-        worst = int(codes.max())
-        where = [rank for rank, code in enumerate(codes.tolist()) if code == worst]
-        raise NonFiniteError(step, where, "the loss" if worst == 2 else "the gradient")
-
-
-def optimizer_step(
-    model: nn.Module,
-    optimizer: ShardedOptimizer,
-    batch: Batch,
-    target_tokens: int,
-    ranks: Ranks,
-    *,
-    zero: int,
-    pipeline: "Pipeline | None" = None,
-    lr: float,
-    grad_clip: float,
-    step: int,
-    fault: FaultFlag,
-    while_reducing: Callable[[], None] = lambda: None,
-    fingerprints: Fingerprints | None = None,
-) -> StepResult:
-    """Forward, backward, global norm, clip, update. The host never waits for the device here.
-
-    Args:
-        batch: this dp rank's micro-batches.
-        target_tokens: targets of the whole step, over all ranks and micro-batches.
-        zero, pipeline: as in :func:`forward_backward`.
-        grad_clip: largest global norm; 0 turns clipping off.
-        while_reducing: called after the backward is queued, to use the time.
-    """
-    share = forward_backward(model, batch, target_tokens, ranks, zero, pipeline)
-    while_reducing()
-    if fingerprints:
-        fingerprints.gradients()
-    with record_function("gradient norm"):
-        local = optimizer.local_sums(share)
-        sums = local.clone()
-        if ranks.tp_rank != 0:
-            # All tp ranks of a dp rank hold the same loss; one of them counts.
-            sums[1] = 0
-        dist.all_reduce(sums)
-        norm = sums[0].sqrt()
-        skip = fault.record(step, sums, local)
-        if grad_clip:
-            optimizer.clip(norm, grad_clip)
-    with record_function("update"):
-        optimizer.step(lr, skip)
-        optimizer.zero_grad()
-    if fingerprints:
-        fingerprints.end(sums[1], norm)
-    return StepResult(loss=sums[1], grad_norm=norm)
-
-
-@torch.no_grad()
-def evaluate(
-    model: nn.Module,
-    data: TokenData,
-    config: Config,
-    layout: Layout,
-    ranks: Ranks,
-    pipeline: "Pipeline | None" = None,
-) -> dict:
-    """Mean loss per token over the held-out sequences, each counted once; same on every layout.
-
-    Returns:
-        ``eval_loss`` in nats per token and ``eval_tokens``, the number of targets.
-    """
-    total = torch.zeros(2, dtype=torch.float64, device=ranks.device)
-    sizes = {
-        "global_batch_size": config.step.global_batch_size,
-        "max_batches": config.data.eval_batches,
-    }
-    batches = [[]] * num_eval_batches(data.eval, **sizes)
-    if ranks.pp_rank in layout.data_pp_ranks:
-        batches = eval_batches(
-            data.eval,
-            dp_rank=ranks.dp_rank,
-            dp=layout.data_ranks,
-            batch_size=layout.batch_size,
-            **sizes,
-        )
-    for batch in batches:
-        batch = [
-            tuple(local_tokens(x, ranks.cp, ranks.cp_rank).to(ranks.device) for x in pair)
-            for pair in batch
-        ]
-        if pipeline:
-            total[0] += pipeline.forward(batch)
-        else:
-            total[0] += sum(batch_loss(model, *pair, ranks) for pair in batch)
-        total[1] += sum((targets != IGNORE_INDEX).sum() for _, targets in batch)
-    reshard(model)
-    if ranks.tp_rank != 0:
-        total.zero_()
-    if ranks.pp_rank != 0:
-        total[1] = 0
-    dist.all_reduce(total)
-    loss, tokens = total.tolist()
-    return {"eval_loss": loss / max(tokens, 1), "eval_tokens": int(tokens)}
 
 
 class AgreedBatches:

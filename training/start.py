@@ -1,433 +1,229 @@
-"""What happens once between the first process group and the first step, and after the last."""
+"""Everything that can be known to be wrong before a process group is built. Torch-free."""
 
 import contextlib
-import json
 import os
-import platform
 import socket
-import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from functools import partial
-from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-import torch
-import torch.distributed as dist
-
-from models.llama import Llama
-from parallel import parallelize
-from parallel.layout import Launch, Layout, LayoutError, check_tensor_parallel
-from parallel.mesh import Ranks, make_mesh
-from parallel.plan import collectives, describe_pipeline, format_plan, parameter_rows
-from parallel.rendezvous import MeetingError, meet
-from parallel.stages import Stage
-from planner.machine import load_machine, table_name
-from planner.prediction import Prediction, predict
-from training.checkpoint import remove_partial
-from training.checkpoint_dir import (
-    DamageError,
-    checkpoints_in,
-    put_aside,
-    read_checkpoint_state,
+from common.errors import ConfigError
+from common.text import printable
+from models.hf import check_weights
+from parallel.launch import Launch, read_launch
+from parallel.layout import Layout, make_layout
+from parallel.rules import check_grad_compression, check_pipeline, check_tensor_parallel
+from planner.machine import load_machine
+from training.checkpoint.folder import (
     step_of,
 )
-from training.checkpoint_files import find_fault
-from training.checks import check_resume, find_checkpoint, identity, launch_ids, refuse
-from training.config import Config, ConfigError, flag, to_toml
-from training.data import TokenData, open_tokens
-from training.files import write_atomic
-from training.launcher import report_failure
-from training.loop import batch_loss
-from training.output import say
-from training.run_dir import RunDir, rank_logger, rank_ranges
-from training.run_tokenizer import keep_tokenizer
-from training.secrets import masked
-from training.tokenizer import Tokenizer, load_tokenizer
-from training.tokens import prepare_tokens
+from training.checkpoint.resume import check_resume, check_run_dir, find_checkpoint
+from training.config.checks import check_optimizer
+from training.config.command_line import parse_flags
+from training.config.schema import Config
+from training.data.text_files import check_source
+from training.run.directory import RunDir
+from training.run.launcher import report_failure
+from training.run.wandb_run import WandbRun, wandb_mode
 
-if TYPE_CHECKING:
-    from parallel.pipeline import Pipeline
+# Set where a launcher starts the same command again: it is to go on, not to begin anew.
+RESTARTS = ("SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT")
 
 
-@contextlib.contextmanager
-def refusing(launch: Launch) -> Iterator[None]:
-    """Turn bad input that is found in this block into one line and exit code 2.
+def check(config: Config, launch: Launch) -> Layout:
+    """Check all that can be known from the flags, and arrange the layout.
 
-    Ranks that do not come together are exit code 1: another attempt may have them all.
+    Raises:
+        ConfigError: in one line.
     """
+    step, run = config.step, config.run
+    if config.layout.world_size and not config.layout.print_plan:
+        raise ConfigError(
+            f"--world-size {config.layout.world_size} plans only: add --print-plan, "
+            "or start that many processes with torchrun"
+        )
+    if error := config.model.architecture_error():
+        raise ConfigError(error)
+    if (tokens := step.steps * step.global_batch_size * step.seq_len) >= 2**63:
+        raise ConfigError(
+            f"--steps {step.steps} of --global-batch-size {step.global_batch_size} and --seq-len "
+            f"{step.seq_len} are {tokens:.1e} tokens, which 64 bits do not count: use fewer"
+        )
+    layout = make_layout(
+        world_size=config.layout.world_size or launch.world_size,
+        tp=config.layout.tp,
+        pp=config.layout.pp,
+        pp_schedule=config.layout.pp_schedule,
+        cp=config.layout.cp,
+        dp_replicate=config.layout.dp_replicate,
+        zero=config.layout.zero,
+        global_batch_size=step.global_batch_size,
+        batch_size=step.batch_size,
+    )
+    memory = config.memory
+    check_pipeline(config.model, layout, memory.activation_checkpoint, memory.compile)
+    sequence_parallel = config.layout.sequence_parallel == "on"
+    check_tensor_parallel(config.model, layout, step.seq_len, sequence_parallel)
+    check_optimizer(config)
+    check_grad_compression(
+        memory.grad_compression,
+        config.model,
+        layout,
+        prefetch=memory.prefetch,
+        cpu_offload=memory.cpu_offload,
+    )
+    if launch.rank == 0:
+        wandb_mode(run.wandb)
+        check_source(config.data)
+    # A checkpoint beats --init-from, whose weights are then not read.
+    if launch.rank == 0 and config.init_from and not RunDir(config.run_dir).newest_checkpoint():
+        _check_init_from(config)
+    if run.calibration:
+        load_machine("", run.calibration)
+    check_run_dir(config)
+    return layout
+
+
+def check_ahead(config: Config, launch: Launch) -> Layout:
+    """Check a run that is yet to be launched, with the vocabulary of its tokenizer if none is set.
+
+    Raises:
+        ConfigError: in one line.
+    """
+    config = config.model_copy(deep=True)
+    if config.model.vocab_size is None:
+        from training.data.tokenizer import load_tokenizer
+
+        config.model.vocab_size = load_tokenizer(config.data.tokenizer).vocab_size
+    return check(config, launch)
+
+
+def _check_init_from(config: Config) -> None:
     try:
-        yield
-    except (ConfigError, LayoutError) as error:
-        refuse(str(error), launch)
-    except DamageError as error:  # it was whole when it was found
-        refuse(f"the checkpoint was changed while it was read ({error})", launch)
-    except MeetingError as error:
-        if str(error):
-            report_failure(str(error))
-            say(f"train_llm.py: error: {error}", sys.stderr)
-        os._exit(1)
+        notes = check_weights(config.init_from, config.model)
+    except ValueError as error:
+        raise ConfigError(f"--init-from {error}") from None
+    for note in notes:
+        print(f"--init-from {config.init_from}: {note}", file=sys.stderr)
 
 
-def resolve_vocabulary(config: Config, layout: Layout, tokenizer: Tokenizer) -> None:
-    """Set an unset vocabulary to the tokenizer's, and check that every token has a row.
+def refuse(message: str, launch: Launch, program: str = "train_llm.py") -> None:
+    """End this process with exit code 2 and one line on stderr, printed by rank 0 alone.
 
-    Raises:
-        ConfigError, LayoutError: if the vocabulary is too small, or cannot be cut over tp.
+    torchrun ends all ranks as soon as one has left, so the others wait to be ended. A rank that is
+    first on another node speaks up if nobody ended it: only its node knows what is wrong.
     """
-    model = config.model
-    if model.vocab_size is None:
-        model.vocab_size = tokenizer.vocab_size
-    if model.vocab_size < tokenizer.vocab_size:
-        raise ConfigError(
-            f"--vocab-size {model.vocab_size} has no row for token {tokenizer.vocab_size - 1} of "
-            f"--tokenizer {tokenizer.name}: use --vocab-size {tokenizer.vocab_size} or more"
-        )
-    check_tensor_parallel(model, layout, config.step.seq_len, sequence_parallel=False)
-
-
-def meet_ranks(config: Config, launch: Launch) -> dist.Store:
-    """Come together with the other ranks, all started alike; the store that they share.
-
-    Compared before any process group is built, since it is the settings that shape the groups.
-
-    Raises:
-        LayoutError: on all ranks, naming the first flag in which one differs, as where nodes hold
-            different recipes.
-        MeetingError: if one does not come within ``--comm-timeout``.
-    """
-
-    def differs(settings: str) -> str | None:
-        first = json.loads(settings)
-        # What rank 0 read from a checkpoint; only there is it known whether a restarted launch had
-        # begun.
-        config.optimizer.lr_decay_steps = first["optimizer"]["lr_decay_steps"]
-        config.model.vocab_size = first["model"]["vocab_size"]
-        config.run.resume = first["run"]["resume"]
-        here, there = (_by_flag(dump) for dump in (config.model_dump(mode="json"), first))
-        for name in here | there:
-            mine, other = here.get(name, "unknown"), there.get(name, "unknown")
-            if mine != other:
-                return (
-                    f"{name} is {mine} here and {other} on rank 0: "
-                    "use the same command and recipe on all nodes"
-                )
-        return None
-
-    settings = json.dumps(config.model_dump(mode="json"))
-    return meet(launch, config.run.comm_timeout, settings, differs)
-
-
-def _by_flag(dump: dict) -> dict:
-    """The values of a config by flag."""
-    return {
-        flag(key): value
-        for table, values in dump.items()
-        for key, value in (values if isinstance(values, dict) else {table: values}).items()
-    }
-
-
-def from_leader(ranks: Ranks, key: str, leader: int, make: Callable[[], dict]) -> dict:
-    """Run ``make`` on rank ``leader`` and give its JSON-able result to the ranks that ask.
-
-    The others poll the store: unlike a collective this has no timeout, so that tokenising may
-    take hours.
-
-    Raises:
-        ConfigError: on every rank that asks, if ``make`` raises it.
-    """
-    key = f"{key}/{leader}"
-    if ranks.rank == leader:
-        try:
-            result = make()
-        except ConfigError as error:
-            ranks.store.set(key, json.dumps({"error": str(error)}))
-            raise
-        ranks.store.set(key, json.dumps(result))
-        return result
-    while not ranks.store.check([key]):
-        time.sleep(0.1)
-    result = json.loads(ranks.store.get(key))
-    if "error" in result:
-        raise ConfigError(result["error"])
-    return result
-
-
-def open_run(config: Config, ranks: Ranks) -> tuple[RunDir, Path | None]:
-    """Take the run directory, and the newest whole checkpoint in it, the same on all ranks.
-
-    A damaged one is passed over and said, unless ``--resume`` names it.
-
-    Raises:
-        ConfigError: if another job holds the directory, it is not writable, or there are
-            checkpoints but none is whole.
-    """
-    run = RunDir(config.run_dir)
-
-    def take() -> dict:
-        run.lock()
-        run.check_readable()
-        remove_partial(run.checkpoints)
-        names = [path.name for path in reversed(checkpoints_in(run.checkpoints))]
-        if config.run.resume:
-            names = [find_checkpoint(config).name]
-        return {"checkpoints": names}
-
-    first = from_leader(ranks, "run", 0, take)
-    if ranks.rank:
-        run.join()
-    faults = []
-    for name in first["checkpoints"]:
-        checkpoint = run.checkpoints / name
-        fault = find_fault(checkpoint, ranks)
-        if fault is None:
-            check_resume(config, checkpoint)
-            return run, checkpoint
-        faults.append(f"{name}: {fault}")
-        if ranks.rank == 0 and not config.run.resume:
-            print(f"train_llm.py: warning: {checkpoint} is damaged: {fault}", file=sys.stderr)
-    if faults:
-        raise ConfigError(
-            f"--run-dir {config.run_dir} holds no whole checkpoint to go on from "
-            f"({'; '.join(faults)}): repair one, name another with --resume, or another --run-dir"
-        )
-    return run, None
-
-
-def begin_run(
-    config: Config,
-    layout: Layout,
-    ranks: Ranks,
-    run: RunDir,
-    checkpoint: Path | None,
-    tokenizer: Tokenizer,
-) -> None:
-    """Say in the run directory that this start runs; nothing in it has been changed before.
-
-    What stands after the checkpoint is about to be done again: metrics are cut back, and later
-    checkpoints, which are damaged or which ``--resume`` has gone behind, get other names.
-
-    Raises:
-        ConfigError: if there is no room for that.
-    """
-    hosts = [""] * layout.world_size
-    if ranks.rank == 0:
-        # The others cannot fail before rank 0 has joined the collective below.
-        with contextlib.suppress(OSError):
-            run.put_diagnosis_aside()
-    dist.all_gather_object(hosts, socket.gethostname(), group=ranks.control)
-    if ranks.rank == 0:
-        try:
-            done = step_of(checkpoint.name) if checkpoint else 0
-            if checkpoint is None:
-                if run.has_logged():
-                    text = f"{run.path} has metrics and no checkpoint: training begins anew"
-                    say(f"train_llm.py: warning: {text}", sys.stderr)
-                write_atomic(run.config_toml, to_toml(config))
-            else:
-                for path in checkpoints_in(run.checkpoints):
-                    if step_of(path.name) > done:
-                        aside = put_aside(path, "unused")
-                        print(f"train_llm.py: {path} is now {aside.name}", file=sys.stderr)
-            run.cut_metrics(done)
-            keep_tokenizer(config, tokenizer, run)
-            run.write_status("running")
-            run.record_start(_start_record(layout, ranks, hosts))
-        except OSError as error:
-            raise ConfigError(
-                f"--run-dir {config.run_dir} cannot be written ({error.strerror}): make room, or "
-                "name another directory"
-            ) from None
-    rank_logger(run, ranks.rank).info("started on %s as %s", socket.gethostname(), ranks.device)
-
-
-def git_commit() -> str | None:
-    """The commit that this code is of; None where it is in no repository."""
-    with contextlib.suppress(OSError, subprocess.SubprocessError):
-        here = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
-        words = {"capture_output": True, "text": True, "check": True, "timeout": 30}
-        return subprocess.run(here, **words).stdout.strip()
-    return None
-
-
-def _start_record(layout: Layout, ranks: Ranks, hosts: list[str]) -> dict:
-    on = {host: [r for r, at in enumerate(hosts) if at == host] for host in sorted(set(hosts))}
-    return {
-        "time": time.time(),
-        "layout": layout.name,
-        "world_size": layout.world_size,
-        "device": torch.cuda.get_device_name() if ranks.device.type == "cuda" else "cpu",
-        "hosts": {host: rank_ranges(here) for host, here in on.items()},
-        "python": platform.python_version(),
-        "versions": {
-            name: version(name) for name in ("torch", "numpy", "datasets", "transformers")
-        },
-        "git_commit": git_commit(),
-        "command": [masked(word) for word in sys.argv],
-        "launch": launch_ids(),
-    }
-
-
-def open_data(config: Config, tokenizer: Tokenizer, ranks: Ranks) -> TokenData:
-    """Tokenise once per node, or find it done, and map the tokens.
-
-    Raises:
-        ConfigError: for bad records, or if the nodes hold different text.
-    """
-
-    def log(text: str) -> None:
-        if ranks.rank == 0:
-            say(text, sys.stdout)
-
-    def prepare() -> dict:
-        folder = prepare_tokens(config.data, tokenizer, log=log)
-        data = open_tokens(folder, config.step.seq_len)
-        return {"folder": str(folder), "content": data.content_key}
-
-    leader = ranks.rank - ranks.launch.local_rank
-    mine = from_leader(ranks, "data", leader, prepare)
-    first = from_leader(ranks, "data", 0, prepare) if leader else mine
-    if mine["content"] != first["content"]:
-        raise ConfigError(
-            f"--dataset {config.data.dataset} holds other text here than on the node of rank 0: "
-            "use the same files (and Python version, for stdlib) on all nodes"
-        )
-    return open_tokens(Path(mine["folder"]), config.step.seq_len)
-
-
-def run_identity(config: Config, data: TokenData, tokenizer: Tokenizer) -> dict:
-    """What a checkpoint records of its run: what a resume compares, and its tokenizer."""
-    recorded = {"data": data.content_key, "tokenizer_fingerprint": tokenizer.fingerprint}
-    return identity(config) | recorded
-
-
-def check_data(config: Config, data: TokenData, checkpoint: Path | None) -> None:
-    """Check that the text is that of the checkpoint.
-
-    Raises:
-        ConfigError: if it is not.
-    """
-    if checkpoint and read_checkpoint_state(checkpoint)["identity"].get("data") != data.content_key:
-        raise ConfigError(
-            f"--dataset {config.data.dataset} gives other tokens than {checkpoint} was trained on: "
-            "use the same data, --tokenizer and --eval-fraction, or another --run-dir"
-        )
-
-
-def parameter_dtype(config: Config) -> torch.dtype:
-    """Stored dtype of parameters and moments: float32 also under a bfloat16 compute dtype."""
-    return torch.promote_types(getattr(torch, config.step.dtype), torch.float32)
-
-
-def make_pipeline(
-    config: Config, parts: list[Llama], stages: list[Stage], layout: Layout, ranks: Ranks
-) -> "Pipeline | None":
-    """What runs the micro-batches through ``stages``; None without a pipeline."""
-    if layout.pp == 1:
-        return None
-    # Imported where it is used: it takes a second.
-    from parallel.pipeline import Pipeline
-
-    return Pipeline(
-        parts, stages, layout, ranks, partial(batch_loss, ranks=ranks),
-        seq_len=config.step.seq_len, dtype=getattr(torch, config.step.dtype),
-    )  # fmt: skip
-
-
-def parallel_options(config: Config, ranks: Ranks) -> dict:
-    """The config's, as options of :func:`parallel.parallelize`."""
-    options = config.plan_options(cuda=ranks.device.type == "cuda")
-    return options | {"dtype": getattr(torch, config.step.dtype)}
-
-
-def print_plan(config: Config, layout: Layout, launch: Launch) -> None:
-    """Print what rank 0 would hold and send under ``layout``. One process stands for all ranks.
-
-    Of a pipeline, also what ranks of the second and the last coordinate send.
-    """
+    if message:
+        report_failure(message)
     if launch.rank != 0:
-        return
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    with refusing(launch):
-        if config.model.vocab_size is None:
-            resolve_vocabulary(config, layout, load_tokenizer(config.data.tokenizer))
-    dist.init_process_group("fake", rank=0, world_size=layout.world_size, store=FakeStore())
-    ranks = Ranks(launch, torch.device("cpu"), make_mesh("cpu", layout), None, None)
-    options, seq_len = config.plan_options(cuda=False), config.step.seq_len
-    with torch.device("meta"):
-        model = Llama(config.model).to(parameter_dtype(config))
-    shown = sorted({0, min(1, layout.pp - 1), layout.pp - 1})
-    stages = {i: layout.rank_stages(config.model, seq_len, i) for i in shown}
-    laid_out = parallel_options(config, ranks)
-    parallelize(model, ranks.mesh, zero=layout.zero, stages=stages[0], **laid_out)
-    sent = {
-        i: collectives(config.model, layout, stages=stages[i], seq_len=seq_len, **options)
-        for i in shown
-    }
-    print(format_plan(parameter_rows(model), sent, config.model, layout, seq_len))
-    print(f"\n{predict(config, layout, None, cuda=False).lines()[0]}")
-    dist.destroy_process_group()
+        time.sleep(10)
+        message = f"rank {launch.rank} on {socket.gethostname()}: {message}"
+    if launch.local_rank == 0:
+        print(f"{program}: error: {message}", file=sys.stderr, flush=True)
+    sys.stdout.flush()
+    # Not sys.exit: other threads and exit handlers must not delay the end.
+    os._exit(2)
 
 
-def predict_run(config: Config, layout: Layout, device: torch.device) -> Prediction:
-    """What the planner says of the run; the table of GPUs is of bfloat16."""
-    cuda, dtype, file = device.type == "cuda", config.step.dtype, config.run.calibration
-    name = torch.cuda.get_device_name(device) if cuda else "a CPU"
-    machine = None
-    unknown = (
-        f"{name} in {dtype} is not in the table of GPUs (recipes.plan --calibrate measures it)"
-    )
-    if file:
-        machine = load_machine("", file)
-        if machine.dtype not in (None, dtype):
-            machine, unknown = None, f"{file} is of {machine.dtype}, and this is {dtype}"
-    elif cuda and dtype == "bfloat16" and (gpu := table_name(name)):
-        machine = load_machine(gpu)
-    return predict(config, layout, machine, cuda=cuda, unknown=unknown)
-
-
-def describe(
-    config: Config,
-    layout: Layout,
-    ranks: Ranks,
-    checkpoint: Path | None,
-    prediction: Prediction,
-) -> list[str]:
-    """What a person wants to see before the first step, a line each."""
-    step, model, options = config.step, config.model, parallel_options(config, ranks)
-    cuda = ranks.device.type == "cuda"
-    device = f"{torch.cuda.get_device_name()}, nccl" if cuda else "CPU, gloo"
-    sizes = {
-        "pp": layout.pp, "dp-replicate": layout.dp_replicate, "dp": layout.dp, "cp": layout.cp,
-        "tp": layout.tp,
-    }  # fmt: skip
-    dims = " x ".join(
-        f"{name} {size}" for name, size in sizes.items() if size > 1 or name in ("dp", "tp")
-    )
-    lines = [
-        f"layout {layout.name}: {dims} on {layout.world_size} processes ({device}), "
-        f"ZeRO-{layout.zero}, "
-        f"sequence parallel {'on' if options['sequence_parallel'] else 'off'}",
-        f"model {model.num_parameters:,} parameters, vocabulary {model.vocab_size}, {step.dtype}",
-        f"batch {step.global_batch_size} sequences of {step.seq_len} tokens a step = "
-        f"dp {layout.data_ranks} x {layout.micro_batches} micro-batches x {layout.batch_size} "
-        "sequences",
+def launch_ids() -> list[str]:
+    """What a restart by Slurm, and one by torchrun, has in common with the first attempt."""
+    job, run = os.environ.get("SLURM_JOB_ID", "none"), os.environ.get("TORCHELASTIC_RUN_ID", "none")
+    # torchrun makes an id of its own with --standalone alone; else the parent process is one.
+    return [
+        f"job {job}",
+        f"run {run}" if run != "none" else f"process {os.getppid()} on {socket.gethostname()}",
     ]
-    if layout.pp > 1:
-        lines.append(describe_pipeline(layout))
-    compression = config.memory.grad_compression
-    if compression != "none" and layout.world_size > 1:
-        lines.append(f"gradients are sent as {compression}, which loses digits")
+
+
+def _note_finished(config: Config, step: int) -> None:
+    """Do what a run that was killed after its last checkpoint did not come to: status and wandb."""
+    run = RunDir(config.run_dir)
+    # Held by another job, which still ends, or not writable: then it stays as it is.
+    with contextlib.suppress(ConfigError, OSError):
+        if (run.read_status() or {}).get("state") in ("running", "failed"):
+            run.lock()
+            # Opening it fills in what it lacks.
+            WandbRun(run, config.run, config.model_dump(mode="json"), print).close(exit_code=0)
+            run.write_status("finished", step=step)
+    run.unlock()
+
+
+def bare_launch() -> Launch:
+    """This process before the launcher's variables are checked: enough to say who refuses."""
+    rank = os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0"))
+    rank = int(rank) if rank.isdecimal() else 0
+    return Launch(rank, 1, rank, 1)
+
+
+def read_config(
+    argv: list[str], program: str = "train_llm.py"
+) -> tuple[Config, Layout, Launch, Path | None]:
+    """The checked config, layout and launch of this process, and the checkpoint it would load.
+
+    Bad input ends it with exit code 2.
+    """
+    launch = bare_launch()
+    try:
+        launch = read_launch()
+        config = parse_flags(argv, console=launch.rank == 0)
+        # Unless the first attempt ended before it had gone back to the checkpoint that is named.
+        for name, launched in zip(RESTARTS, launch_ids(), strict=True):
+            restarted = os.environ.get(name) or "0"
+            if not restarted.isdecimal():
+                raise ConfigError(f"{name}={printable(restarted)} is no number of restarts")
+            if int(restarted) and RunDir(config.run_dir).begun_by(launched):
+                config.run.resume = None
+        checkpoint = None if config.layout.print_plan else find_checkpoint(config)
+        if checkpoint:
+            check_resume(config, checkpoint)
+        layout = check(config, launch)
+    except ConfigError as error:
+        refuse(str(error), launch, program)
+    return config, layout, launch, checkpoint
+
+
+def load_config(argv: list[str]) -> tuple[Config, Layout, Launch]:
+    """The checked config, layout and launch of this process.
+
+    Bad input ends it with exit code 2, and a run that has finished with exit code 0.
+    """
+    config, layout, launch, checkpoint = read_config(argv)
     if checkpoint:
-        lines.append(f"resumed from {checkpoint}")
-        if compression == "powersgd" and layout.world_size > 1:
-            lines.append(
-                "what PowerSGD had kept back is not in a checkpoint: its error feedback begins at "
-                "zero, and this run differs a little from one that was not stopped"
-            )
-    elif config.init_from:
-        lines.append(f"initial weights from {config.init_from}")
-    return [*lines, *prediction.lines()]
+        done = step_of(checkpoint.name)
+        if done >= config.step.steps:
+            if launch.rank == 0:
+                _note_finished(config, done)
+                print(
+                    f"{config.run_dir} is finished: {done} of {config.step.steps} steps are done. "
+                    "Raise --steps to go on, or use another --run-dir."
+                )
+            sys.exit(0)
+    if os.environ.get("SLURM_NTASKS", "1") != "1" and launch.world_size == 1:
+        print(
+            f"train_llm.py: warning: SLURM gave this job {os.environ['SLURM_NTASKS']} tasks, "
+            "but this is one process on its own: start it with srun or torchrun",
+            file=sys.stderr,
+        )
+    planning = config.layout.print_plan
+    optimizer, steps = config.optimizer, config.optimizer.lr_decay_steps or config.step.steps
+    if launch.rank == 0 and optimizer.warmup_steps > steps and not planning:
+        print(
+            f"train_llm.py: warning: the learning rate rises over {optimizer.warmup_steps} steps "
+            f"and the schedule ends at step {steps}, before its peak: for a whole one, use "
+            f"--warmup-steps {steps // 10} or more --steps",
+            file=sys.stderr,
+        )
+    if launch.rank == 0 and config.layout.tp > launch.local_world_size and not planning:
+        print(
+            f"train_llm.py: warning: --tp {config.layout.tp} spans nodes of "
+            f"{launch.local_world_size} processes: tensor parallelism over a network is slow",
+            file=sys.stderr,
+        )
+    selective = config.memory.activation_checkpoint == "selective"
+    if launch.rank == 0 and config.layout.tp > 1 and selective and not planning:
+        print(
+            f"train_llm.py: warning: --activation-checkpoint selective keeps more than none with "
+            f"--tp {config.layout.tp}, since it keeps partial sums: use none or full",
+            file=sys.stderr,
+        )
+    return config, layout, launch

@@ -17,14 +17,17 @@ from pathlib import Path
 
 from pydantic import Field
 
-from launch.preflight import parse_command as preflight_command
-from parallel.layout import Launch, LayoutError, layout_flags, parse_layout
-from training.checks import check_ahead, check_resume, find_checkpoint
-from training.command_line import Parser, parse_flags, positive, read_toml
-from training.config import Config, ConfigError, Section
-from training.output import run_command
-from training.secrets import has_credentials, is_secret, masked
-from training.values import CleanPath
+from common.errors import ConfigError
+from common.output import run_command
+from common.secrets import has_credentials, is_secret, masked
+from launch.preflight.__main__ import parse_command as preflight_command
+from parallel.launch import Launch
+from parallel.layout import layout_flags, parse_layout
+from training.checkpoint.resume import check_resume, find_checkpoint
+from training.config.command_line import Parser, parse_flags, positive, read_toml
+from training.config.schema import Config, Section
+from training.config.values import CleanPath
+from training.start import check_ahead
 
 HERE = Path(__file__).parent
 REPO = HERE.parent.parent
@@ -135,7 +138,7 @@ def check_run(options: argparse.Namespace, train_flags: list[str]) -> Config:
     """Check the run, or that of each layout, as train_llm.py on the nodes would.
 
     Raises:
-        ConfigError, LayoutError: in one line. SystemExit: with 0, for --help.
+        ConfigError: in one line. SystemExit: with 0, for --help.
     """
     per_node = options.processes_per_node
     launch = Launch(0, options.nodes * per_node, 0, per_node)
@@ -297,7 +300,7 @@ def main(argv: list[str]) -> int:
         if options.layouts and not config.run.run_dir:
             run_dir = Path("runs") / f"compare-{Path(config.recipe).stem}"
         script, sbatch = render(options, train_flags, site, run_dir, argv)
-    except (ConfigError, LayoutError) as error:
+    except ConfigError as error:
         print(f"launch.slurm: error: {error}", file=sys.stderr)
         return 2
     if not options.submit and not options.interactive:
