@@ -78,17 +78,18 @@ def desync(argv: list[str], port: int):
     import torch
     import torch.distributed as dist
 
-    import training.step
+    import training.loop
 
-    real = training.step.optimizer_step
+    real, steps = training.loop.forward_backward, []
 
-    def astray(model, optimizer, batch, target_tokens, ranks, *, step, **kwargs):
-        if step == 3 and os.environ["RANK"] == "1":
+    def astray(engine, batch, target_tokens):
+        steps.append(len(steps))
+        if len(steps) == 3 and os.environ["RANK"] == "1":
             parts = [torch.empty(5), torch.empty(5)]
-            dist.all_gather(parts, torch.ones(5), group=ranks.mesh.get_group("tp"))
-        return real(model, optimizer, batch, target_tokens, ranks, step=step, **kwargs)
+            dist.all_gather(parts, torch.ones(5), group=engine.ranks.mesh.get_group("tp"))
+        return real(engine, batch, target_tokens)
 
-    with mock.patch("training.step.optimizer_step", astray):
+    with mock.patch("training.loop.forward_backward", astray):
         return run_main(argv, port)
 
 

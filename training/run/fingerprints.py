@@ -89,20 +89,20 @@ class Fingerprints:
         """
         Args:
             parts: what a forward runs through: the pipeline stages of this rank, or the model.
-            steps: optimizer steps from the start of the run that are recorded.
+            steps: optimizer steps from the start of the run that are recorded; 0: none.
         """
         self._optimizer, self._layout, self._ranks = optimizer, layout, ranks
         self._path, self.steps = path, steps
         self._step, self._micro_batches = None, dict.fromkeys(parts, 0)
         self._rungs: dict[str, dict[str, Tensor]] = {}
         self._running: nn.Module | None = None
-        self._positions = parts[0].model.positions
+        self._positions = parts[0].positions
         # All ranks add up the same numbers, also those of stages that are elsewhere.
         self._names = list(model.config.parameter_shapes)
-        for part in parts:
+        for part in parts if steps else ():
             part.register_forward_pre_hook(self._next_micro_batch)
             part.register_forward_hook(self._forward_done)
-        for name, module in model.named_modules():
+        for name, module in model.named_modules() if steps else ():
             if not list(module.children()):
                 module.register_forward_hook(self._activation_hook(name))
 
@@ -206,9 +206,8 @@ class Fingerprints:
     def _project_output(self, module: nn.Module, output: Tensor) -> Tensor:
         """[projection, squared norm] of this rank's part of a module's output [B, S, width]."""
         tp_rank = self._ranks.tp_rank
-        length, column = output.shape[1], getattr(module, "output_start", 0)
-        placement = getattr(module, "output_placement", None)
-        counts = getattr(module, "output_counts", True)
+        length, column = output.shape[1], module.output_start
+        placement, counts = module.output_placement, module.output_counts
         if placement is None or placement.is_replicate():
             counts = tp_rank == 0
         if not counts:
