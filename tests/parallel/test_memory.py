@@ -179,8 +179,10 @@ def test_fingerprints_with_compiled_blocks(launched2, tmp_path):
         records[name] = rows(tmp_path / name, "fingerprints.jsonl")
     assert len(records["plain"]) == len(records["compiled"]) == 14
     for found, expected in zip(records["compiled"], records["plain"], strict=True):
-        assert (found["step"], found["rung"]) == (expected["step"], expected["rung"])
-        inside = {n for n in expected["values"] if found["rung"] == "activations" and "layers" in n}
+        assert (found["step"], found["stage"]) == (expected["step"], expected["stage"])
+        inside = {
+            n for n in expected["values"] if found["stage"] == "activations" and "layers" in n
+        }
         assert found["values"].keys() == expected["values"].keys() - inside
         for name, values in found["values"].items():
             assert values == pytest.approx(expected["values"][name], rel=1e-10)
