@@ -16,7 +16,7 @@ from tests.runs import REPO, rows, train
 from training.config.command_line import parse_flags
 from training.start import check_ahead
 
-PAGES = [REPO / "README.md", *sorted((REPO / "docs").glob("*.md"))]
+PAGES = [*sorted(REPO.glob("*.md")), *sorted((REPO / "docs").glob("*.md"))]
 
 
 def documented(heading: str) -> list[set[str]]:
