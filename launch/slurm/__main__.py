@@ -18,6 +18,7 @@ from pathlib import Path
 from pydantic import Field
 
 from common.errors import ConfigError
+from common.files import REPO
 from common.output import run_command
 from common.secrets import has_credentials, is_secret, masked
 from launch.preflight.__main__ import parse_command as preflight_command
@@ -30,7 +31,6 @@ from training.config.values import CleanPath
 from training.start import check_ahead
 
 HERE = Path(__file__).parent
-REPO = HERE.parent.parent
 SITE = HERE / "site.toml"
 EXPORT = (
     "the script is a file that others may read. Export it where you submit (sbatch passes the "
@@ -50,7 +50,7 @@ HELP = {
     "--interactive": "write the script and open a shell in an allocation (salloc), from which it "
     "can be started again and again",
 }
-# An allocation for a person's shell has no output file and nothing to requeue.
+# An allocation with a shell for a person has no output file and nothing to requeue.
 BATCH_ONLY = ("output", "open-mode", "requeue", "signal")
 
 
@@ -145,7 +145,7 @@ def own_flags(options: argparse.Namespace, flags: list[str]) -> list[str]:
 
 
 def check_run(options: argparse.Namespace, train_flags: list[str]) -> Config:
-    """Check the run, or that of each layout, as train_llm.py on the nodes would.
+    """Check the run, or the run of each layout, as train_llm.py on the nodes would.
 
     Raises:
         ConfigError: in one line. SystemExit: with 0, for --help.
