@@ -247,10 +247,10 @@ def check_source(section: DataSection) -> tuple[list[Path], str] | None:
     """Check, without the network, that there is such a source and that each flag has an effect.
 
     Returns:
-        What :func:`local_files` does; None also for a source that is built in.
+        As :func:`local_files`; None also for a source that is built in.
 
     Raises:
-        DataError: if not.
+        DataError: if there is no such source, or a flag has no effect.
     """
     name = section.dataset
     if name in ("stdlib", "synthetic"):
@@ -258,30 +258,23 @@ def check_source(section: DataSection) -> tuple[list[Path], str] | None:
         return _refuse_without_effect(section, f"--dataset {name}", *keys)
     files = local_files(section)
     if files is None:
-        check_hub_name(name)
+        # datasets takes such a name for a file format, and reads the current folder.
+        package = importlib.util.find_spec("datasets").submodule_search_locations[0]
+        if name.strip("/") in os.listdir(Path(package) / "packaged_modules"):
+            raise DataError(
+                f"--dataset {name}: is a file format; name a parquet, jsonl or txt file"
+            )
     return files
 
 
-def check_hub_name(name: str) -> None:
-    """Refuse names that ``datasets`` takes for a file format, and then reads the current folder.
-
-    Raises:
-        DataError: for such a name.
-    """
-    package = importlib.util.find_spec("datasets").submodule_search_locations[0]
-    formats = os.listdir(Path(package) / "packaged_modules")
-    if name.strip("/") in formats:
-        raise DataError(f"--dataset {name}: is a file format; name a parquet, jsonl or txt file")
-
-
 def local_files(section: DataSection) -> tuple[list[Path], str] | None:
-    """The files a path, folder or glob stands for, sorted, and a line on what is used of them.
+    """The files that a path, folder or glob stands for, sorted, and a line that counts them.
 
     The line is empty for a single file. None if the name can only be one of the hub.
 
     Raises:
-        DataError: if there are none of the split, for one that cannot be found or looked at, and
-            for a flag that has no effect on them.
+        DataError: if there are no files of the split, for a file that cannot be found or opened,
+            and for a flag that has no effect on the files.
     """
     name = section.dataset
     try:
