@@ -29,7 +29,7 @@ ASSUMED = {
     "rms_norm_eps": 1e-6,
     "tie_word_embeddings": False,
 }
-# What this model does; with another value the file describes another model.
+# What this model computes; with another value the file describes another model.
 ONLY = {
     "model_type": "llama",
     "hidden_act": "silu",
@@ -117,9 +117,9 @@ def parse_hf_config(raw: Any) -> tuple[dict, dict]:
 
 
 def _check_keys(raw: dict) -> None:
-    """Refuse what is not known, another class than this model's, and two dtypes."""
-    known = {*LlamaConfig.model_fields, *ONLY, *IGNORED, "architectures", "rope_parameters"}
-    if unknown := [f"{printable(key)[:80]} is {shown(raw[key])}" for key in raw.keys() - known]:
+    """Refuse unknown keys, another class than this model's, and two dtypes."""
+    keys = {*LlamaConfig.model_fields, *ONLY, *IGNORED, "architectures", "rope_parameters"}
+    if unknown := [f"{printable(key)[:80]} is {shown(raw[key])}" for key in raw.keys() - keys]:
         more = f", and {len(unknown) - 3} keys more" if len(unknown) > 3 else ""
         raise ValueError(
             f"{', '.join(sorted(unknown)[:3])}{more}, which this model does not know: if the "
@@ -179,7 +179,8 @@ def _read_rope_block(key: str, block: dict) -> dict:
     if kind == "llama3":
         _validate(RopeScaling, block, f"{key}.")
         return {"rope_type": kind, **block}
-    for name, value in block.items():
+    if block:
+        name, value = next(iter(block.items()))
         raise ValueError(
             f"{key}.{printable(name)[:80]} is {shown(value)}, which rope type 'default' does not "
             "know"
@@ -211,7 +212,7 @@ def hf_config(
 
     Args:
         seq_len: tokens per sequence of the training. A longer ``max_position_embeddings`` stays;
-            where none is stated, the rotary scaling tells what it stretches to.
+            where none is stated, it is the length that the rotary scaling stretches to.
         dtype: of the weights, as in "bfloat16".
     """
     scaling, longest = config.rope_scaling, config.max_position_embeddings

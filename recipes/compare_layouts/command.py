@@ -13,8 +13,13 @@ from common.text import printable
 from recipes.compare_layouts.comparison import build_comparison
 from recipes.compare_layouts.differences import differing_flags, named, statement
 from recipes.compare_layouts.judge import Verdict, judge
-from recipes.compare_layouts.options import REFERENCE, parse_command
-from recipes.compare_layouts.plan import make_folder, plan_runs, record_flags
+from recipes.compare_layouts.plan import (
+    REFERENCE,
+    make_folder,
+    parse_command,
+    plan_runs,
+    record_flags,
+)
 from recipes.compare_layouts.plots import draw
 from recipes.compare_layouts.report import log_to_wandb, print_table, verdict_line
 from recipes.compare_layouts.results import read_run, read_runs

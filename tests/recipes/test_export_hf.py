@@ -30,8 +30,8 @@ from models.decoder import Llama
 from models.hf import INDEX, check_weights, load_weights
 from models.hf_config import hf_config, read_hf_config
 from parallel.launch import Launch, read_launch
-from recipes.export_hf.checks import discard, parse_size
-from recipes.export_hf.export import export
+from recipes.export_hf.export import export, parse_size
+from recipes.export_hf.folder import discard
 from recipes.generate import generate
 from tests.models.test_reference import SCALING
 from tests.ranks import Group, free_port
