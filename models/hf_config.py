@@ -80,10 +80,9 @@ def read_hf_config(path: str | Path) -> tuple[dict, dict]:
     file = path / "config.json" if path.is_dir() else path
     try:
         raw = read_json(file)
-    except OSError as error:
-        raise ValueError(f"{file} cannot be read: {error.strerror}") from None
-    except ValueError as error:
-        raise ValueError(f"{file} cannot be read: {printable(str(error))}") from None
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else printable(str(error))
+        raise ValueError(f"{file} cannot be read: {reason}") from None
     try:
         return parse_hf_config(raw)
     except ValueError as error:
@@ -220,25 +219,16 @@ def hf_config(
         longest = longest or int(scaling.factor * scaling.original_max_position_embeddings)
         scaling = scaling.model_dump()
     rope = {"rope_theta": config.rope_theta, **(scaling or {"rope_type": "default"})}
+    as_they_are = (*REQUIRED, "rms_norm_eps", "tie_word_embeddings", "rope_theta")
     return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
-        "num_hidden_layers": config.num_hidden_layers,
-        "num_attention_heads": config.num_attention_heads,
+        "architectures": [ARCHITECTURES[0]],
+        **{key: ONLY[key] for key in ("model_type", "hidden_act", "attention_bias", "mlp_bias")},
+        **{key: getattr(config, key) for key in as_they_are},
         "num_key_value_heads": config.kv_heads,
         "head_dim": config.head_size,
-        "vocab_size": config.vocab_size,
         "max_position_embeddings": max(seq_len, longest or 0),
-        "rms_norm_eps": config.rms_norm_eps,
-        "tie_word_embeddings": config.tie_word_embeddings,
         "rope_parameters": rope,
-        "rope_theta": config.rope_theta,
         "rope_scaling": scaling,
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "mlp_bias": False,
         "bos_token_id": bos_token_id,
         "eos_token_id": eos_token_id,
         "pad_token_id": None,

@@ -24,8 +24,8 @@ from training.start import check_ahead
 
 REFERENCE = "1x1"
 # Flags that the comparison sets for each run.
-SET_PER_RUN = (*layout_flags(REFERENCE)[::2], "--run-dir", "--world-size", "--wandb-name")
-SET_PER_RUN += ("--wandb-group",)
+SET_PER_RUN = (*layout_flags(REFERENCE)[::2], "--run-dir", "--world-size")
+SET_PER_RUN += ("--wandb-name", "--wandb-group")
 # Every run of a comparison goes on by itself until its last step.
 USELESS = ("--print-plan", "--resume", "--stop-after")
 # Flags that change nothing that is compared; they, and those of wandb, may differ when a
@@ -33,8 +33,8 @@ USELESS = ("--print-plan", "--resume", "--stop-after")
 FREE = {"--comm-timeout", *SET_PER_RUN, *USELESS}
 # Flags that change nothing unless the layout has the dim.
 USED_WITH = {"--pp-schedule": "pp", "--sequence-parallel": "tp"}
-
 HELP = {
+    "--help": "show this and train_llm.py's flags",
     "--layouts": "dp x tp each, on dp*tp processes, or with more dims as rep2-dp2-cp2-tp1 "
     "(default: 1x8 2x4 4x2 8x1)",
     "--no-reference": "do not train on one process: the first layout is the reference",
@@ -65,12 +65,10 @@ def parse_command(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
         add_help=False,
     )
 
-    def add(name: str, **settings) -> None:
-        parser.add_argument(name, help=HELP[name], **settings)
+    def add(name: str, *short: str, **settings) -> None:
+        parser.add_argument(name, *short, help=HELP[name], **settings)
 
-    parser.add_argument(
-        "--help", "-h", action="store_true", help="show this and train_llm.py's flags"
-    )
+    add("--help", "-h", action="store_true")
     add("--layouts", nargs="+", metavar="DPxTP")
     add("--no-reference", action="store_true")
     add("--verdict", action="store_true")
@@ -126,20 +124,20 @@ def _complete_layouts(options: argparse.Namespace) -> None:
 
 
 def _check_train_flags(options: argparse.Namespace, train_flags: list[str]) -> None:
-    given, layouts = {arg.split("=")[0].replace("_", "-") for arg in train_flags}, options.layouts
+    layouts = " ".join(options.layouts)
     batch = ("--batch-size", "--global-batch-size") if options.batch_sizes else ()
     set_here = "is set for each layout: leave it out, and name the --layouts"
     refused = dict.fromkeys((*SET_PER_RUN, *batch), set_here)
     refused |= dict.fromkeys(USELESS, "has no use in a comparison: leave it out")
+    for name, dim in USED_WITH.items():
+        if all(parse_layout(layout)[dim] == 1 for layout in options.layouts):
+            refused[name] = (
+                f"changes nothing in --layouts {layouts}: leave it out, or name one with {dim}"
+            )
+    given = {arg.split("=")[0].replace("_", "-") for arg in train_flags}
     for name, reason in refused.items():
         if name in given:
             raise ConfigError(f"{name} {reason}")
-    for name, dim in USED_WITH.items():
-        if name in given and all(parse_layout(x)[dim] == 1 for x in layouts):
-            raise ConfigError(
-                f"{name} changes nothing in --layouts {' '.join(layouts)}: leave it out, or name "
-                f"one with {dim}"
-            )
 
 
 def plan_runs(

@@ -76,7 +76,7 @@ def check_config(config: LlamaConfig, described: dict) -> None:
         read = LlamaConfig(**stated, **assumed)
     except ValueError as error:
         raise ConfigError(f"the config.json of this model cannot be read: {error}") from None
-    # What follows from other fields is written out; a longest sequence may be raised.
+    # config.json states what follows from other fields, too, and may raise the longest sequence.
     derived = {"num_key_value_heads": config.kv_heads, "head_dim": config.head_size}
     derived["max_position_embeddings"] = read.max_position_embeddings
     for name in LlamaConfig.model_fields:

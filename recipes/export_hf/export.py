@@ -99,9 +99,9 @@ def write_shard(
     try:
         try:
             save_file(tensors, temporary, metadata={"format": "pt"})
-        except SafetensorError as error:  # what the disk said, as text
+        except SafetensorError as error:  # the error of the disk, as text
             raise OSError(errno.EIO, one_line(error), str(file)) from None
-        temporary.chmod(0o644)  # safetensors lets nobody else read it
+        temporary.chmod(0o644)  # safetensors makes it readable for its owner alone
         sync(temporary)
         os.replace(temporary, file)
     finally:
@@ -136,11 +136,11 @@ def write_files(
 
 def complete(partial: Path, out: Path, config: LlamaConfig, dtype: str, plan) -> None:
     """Wait for the files of all processes, check them, and give the folder its name."""
-    # A file has its name only when it is whole. If its writer fails, torchrun ends this process.
+    # A file gets its name when it is whole. If its writer fails, torchrun ends this process.
     while not all((partial / file).exists() for file in plan.filename_to_tensors):
         check_present(partial)
         time.sleep(POLL_S)
-    for temporary in partial.glob(".*.tmp"):  # of killed exports
+    for temporary in partial.glob(".*.tmp"):  # left by killed exports
         temporary.unlink()
     check_written(partial, config, dtype, plan.tensor_to_filename)
     sync(partial)
@@ -155,7 +155,7 @@ def complete(partial: Path, out: Path, config: LlamaConfig, dtype: str, plan) ->
 
 
 def wait_for(partial: Path, out: Path) -> bool:
-    """Wait until rank 0 has checked everything; False if it has already completed ``out``."""
+    """Wait until rank 0 has made ``partial``; False if rank 0 has already completed ``out``."""
     while not partial.is_dir():
         if is_taken(out):
             return False

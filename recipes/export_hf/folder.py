@@ -144,7 +144,7 @@ def discard(partial: Path) -> None:
 
 @contextlib.contextmanager
 def removed_on_failure(partial: Path) -> Iterator[None]:
-    """Remove ``partial`` if this fails; a kill leaves it, for the same command to go on."""
+    """Remove ``partial`` if the block fails; after a kill the same command goes on from it."""
     try:
         yield
     except Exception:
