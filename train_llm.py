@@ -8,10 +8,11 @@ config -> mesh -> data -> model (meta) -> parallelize -> init -> optimizer -> re
 import os
 import signal
 import sys
-import time
-from functools import partial
 
 from common.output import run_command, say
+from parallel.launch import Launch
+from parallel.layout import Layout
+from training.config.schema import Config
 from training.config.values import step_range
 from training.run.launcher import Launcher
 from training.start import load_config
@@ -19,7 +20,7 @@ from training.start import load_config
 
 def main() -> None:
     """Train one run, or continue it."""
-    started, launcher = time.monotonic(), Launcher()
+    launcher = Launcher()
     launcher.watch_start()
     # It asks all ranks where they are, once they train, and is to end none that still starts up.
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)
@@ -28,92 +29,87 @@ def main() -> None:
     # CUDA's caching allocator reads it once: blocks that grow leave fewer holes between them.
     if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
-    if launch.rank == 0 and not config.layout.print_plan:
+    if config.layout.print_plan:
+        from training.plan import print_plan
+
+        return print_plan(config, layout, launch)
+    if launch.rank == 0:
         # What comes next takes seconds, and says nothing.
         processes = f"{layout.world_size} process{'es' if layout.world_size > 1 else ''}"
         what = f"recipe {config.recipe}, layout {layout.name} on {processes}"
         say(f"{what}, run directory {config.run_dir}; importing torch ...", sys.stdout)
+    return train_run(config, layout, launch, launcher)
 
+
+def train_run(config: Config, layout: Layout, launch: Launch, launcher: Launcher) -> None:
+    """All that needs torch, in the order in which it happens."""
     import torch
 
     from models.decoder import Llama
-    from models.hf import load_weights
-    from models.initialization import init_weights
     from parallel import parallelize
-    from parallel.grad_compression import replicate
     from parallel.mesh import init_ranks
-    from training import setup as start
-    from training.checkpoint.saver import Checkpointer, Progress, load_checkpoint
+    from training import plan, setup
+    from training.checkpoint.folder import step_of
+    from training.checkpoint.saver import Checkpointer, Contents, TrainState, load_checkpoint
+    from training.config.options import planner_options
     from training.loop import train
     from training.optimizers.sharded import ShardedOptimizer
-    from training.run import shutdown as ending
+    from training.run import shutdown
     from training.run.fingerprints import Fingerprints
     from training.run.garbage import collecting_together
     from training.run.metrics import Meter
+    from training.run.observers import Observers
     from training.run.profiler import Profiler
     from training.run.tokenizer import load_run_tokenizer
 
-    if config.layout.print_plan:
-        return start.print_plan(config, layout, launch)
-
-    with start.refusing(launch):
+    with setup.refusing(launch):
         tokenizer = load_run_tokenizer(config, launch)
-        start.resolve_vocabulary(config, layout, tokenizer)
-        store = start.meet_ranks(config, launch)
-        cpu_offload = config.memory.cpu_offload
-        ranks = init_ranks(launch, layout, config.run.comm_timeout, cpu_offload, store)
-        run, checkpoint = start.open_run(config, ranks)
-        data = start.open_data(config, tokenizer, ranks)
-        start.check_data(config, data, checkpoint)
-        start.begin_run(config, layout, ranks, run, checkpoint, tokenizer)
+        setup.resolve_vocabulary(config, layout, tokenizer)
+        store, offload = setup.meet_ranks(config, launch), config.memory.cpu_offload
+        ranks = init_ranks(launch, layout, config.run.comm_timeout, offload, store)
+        run, checkpoint = setup.open_run(config, ranks)
+        data = setup.open_data(config, tokenizer, ranks)
+        setup.check_data(config, data, checkpoint)
+        setup.begin_run(config, layout, ranks, run, checkpoint, tokenizer)
 
-    progress, prediction = Progress(), start.predict_run(config, layout, ranks.device)
-    reporting = ending.reporting(run, config, layout, ranks, checkpoint, progress, prediction)
+    state, prediction = TrainState(), plan.predict_run(config, layout, ranks.device)
+    lines = plan.describe(config, layout, ranks, checkpoint, prediction)
+    done = step_of(checkpoint.name) if checkpoint else 0
+    reporting = shutdown.reporting(run, config, layout, ranks, state, done, lines)
     with reporting as (reporter, heartbeat):
         meter = Meter(config, layout, ranks.device)
         with torch.device("meta"):
-            model = Llama(config.model).to(start.parameter_dtype(config))
-        options = start.parallel_options(config, ranks) | config.memory.model_dump()
+            model = Llama(config.model).to(setup.parameter_dtype(config))
+        options = planner_options(config, ranks.device.type == "cuda")
         stages = layout.rank_stages(config.model, config.step.seq_len, ranks.pp_rank)
-        parts = parallelize(model, ranks.mesh, zero=layout.zero, stages=stages, **options)
-        pipeline = start.make_pipeline(config, parts, stages, layout, ranks)
-        model.to_empty(device="cpu" if config.memory.cpu_offload else ranks.device)
-        if not checkpoint and config.init_from:
-            load_weights(config.init_from, model)
-        elif not checkpoint:
-            init_weights(model, config.step.seed)
+        parts = parallelize(model, ranks.mesh, options, zero=layout.zero, stages=stages)
+        pipeline = setup.make_pipeline(config, parts, stages, layout, ranks)
+        setup.materialise(model, config, ranks, checkpoint)
         optimizer = ShardedOptimizer(model, config.optimizer)
+        contents = Contents(model, optimizer, state, ranks)
         if checkpoint:
-            load_checkpoint(checkpoint, model, optimizer, progress, ranks)
-        # Mostly the model itself; a wrapper is called in its place, and has no part in the rest.
-        trained = replicate(model, config.memory.grad_compression)
-
-        fingerprints = None
-        if config.run.fingerprint_steps:
-            fingerprints = Fingerprints(
-                model, parts, optimizer, layout, ranks, run.fingerprints_jsonl,
-                config.run.fingerprint_steps,
-            )  # fmt: skip
-
-        profiler = None
-        if config.run.profile:
-            profiler = Profiler(step_range(config.run.profile), run.profile, ranks)
-
+            load_checkpoint(checkpoint, contents)
+        engine = setup.make_engine(config, contents, layout, pipeline)
+        recorded = run.fingerprints_jsonl, config.run.fingerprint_steps
+        fingerprints = Fingerprints(model, parts, optimizer, layout, ranks, *recorded)
+        steps = step_range(config.run.profile) if config.run.profile else None
+        profiler = Profiler(steps, run.profile, ranks)
+        observers = Observers(reporter, meter, heartbeat, fingerprints, profiler)
         # From here on a signal means: finish the step, save, and leave.
-        stop_requested = ending.stop_requests(started, config.run.stop_after, run, ranks, launcher)
-        with collecting_together(), Checkpointer(
-            run.checkpoints, model, optimizer, progress, ranks, config.run,
-            identity=start.run_identity(config, data, tokenizer), started_from=checkpoint,
-            report=ending.report_save(run, ranks, reporter), check_held=run.check_held,
-        ) as checkpointer:  # fmt: skip
-            stopped = train(
-                trained, optimizer, data, progress, config, layout, ranks,
-                pipeline=pipeline, reporter=reporter, meter=meter, fingerprints=fingerprints,
-                profiler=profiler, checkpointer=checkpointer, heartbeat=heartbeat,
-                stop_requested=stop_requested,
-            )  # fmt: skip
-        planned = partial(prediction.beside, optimizer.held_bytes())
-        ending.finish(stopped, run, progress, ranks, reporter, heartbeat, planned)
+        stop_requested = shutdown.stop_requests(config.run.stop_after, run, ranks, launcher)
+        saving = Checkpointer(
+            run.checkpoints,
+            contents,
+            config.run,
+            identity=setup.run_identity(config, data, tokenizer),
+            started_from=checkpoint,
+            report=shutdown.report_save(run, ranks, reporter),
+            check_held=run.check_held,
+        )
+        with collecting_together(), saving as checkpointer:
+            stopped = train(engine, data, state, config, observers, checkpointer, stop_requested)
+        planned = prediction.beside(optimizer.held_bytes(), reporter.rows) if reporter else []
+        shutdown.finish(stopped, run, state, ranks, reporter, heartbeat, planned)
 
 
 if __name__ == "__main__":

@@ -19,9 +19,10 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.ranks import Training, write_json
+from models.config import flops_per_token
 from parallel.launch import read_launch
+from planner.machine import peak_flops
 from training.config.command_line import parse_flags
-from training.run.metrics import flops_per_token, peak_flops
 
 MODELS = {
     "1B": ["--recipe", "llama3_1b", "--seq-len", "4096"],

@@ -9,6 +9,7 @@ import json
 import os
 import socket
 import stat
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -160,3 +161,12 @@ def append_line(path: Path, line: str) -> None:
             # A part of the line may have found room.
             f.truncate(before)
             raise
+
+
+def git_commit() -> str | None:
+    """The commit that this code is of; None where it is in no repository."""
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        here = ["git", "-C", str(REPO), "rev-parse", "HEAD"]
+        words = {"capture_output": True, "text": True, "check": True, "timeout": 30}
+        return subprocess.run(here, **words).stdout.strip()
+    return None

@@ -5,6 +5,8 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from models.weights import all_weights, block_weights, embedding_weight, head_weights
+
 PositiveInt = Annotated[int, Field(gt=0)]
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
@@ -74,34 +76,14 @@ class LlamaConfig(BaseModel):
     @property
     def num_matmul_parameters(self) -> int:
         """Parameters that every token is multiplied with: all but the embedding and the norms."""
-        d, f, head = self.hidden_size, self.intermediate_size, self.head_size
-        attention = d * head * (2 * self.num_attention_heads + 2 * self.kv_heads)
-        return self.num_hidden_layers * (attention + 3 * d * f) + self.vocab_size * d
+        ends = [embedding_weight(self), *head_weights(self)]
+        block = sum(weight.numel for weight in block_weights(self) if weight.multiplied)
+        return self.num_hidden_layers * block + sum(w.numel for w in ends if w.multiplied)
 
     @property
     def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
         """Name and shape of every trained parameter; a tied head is the embedding, and left out."""
-        d, f, head = self.hidden_size, self.intermediate_size, self.head_size
-        q, kv = self.num_attention_heads * head, self.kv_heads * head
-        block = {
-            "input_layernorm": (d,),
-            "self_attn.q_proj": (q, d),
-            "self_attn.k_proj": (kv, d),
-            "self_attn.v_proj": (kv, d),
-            "self_attn.o_proj": (d, q),
-            "post_attention_layernorm": (d,),
-            "mlp.gate_proj": (f, d),
-            "mlp.up_proj": (f, d),
-            "mlp.down_proj": (d, f),
-        }
-        shapes = {"model.embed_tokens.weight": (self.vocab_size, d)}
-        for layer in range(self.num_hidden_layers):
-            for name, shape in block.items():
-                shapes[f"model.layers.{layer}.{name}.weight"] = shape
-        shapes["model.norm.weight"] = (d,)
-        if not self.tie_word_embeddings:
-            shapes["lm_head.weight"] = (self.vocab_size, d)
-        return shapes
+        return {name: weight.shape for name, weight in all_weights(self).items()}
 
     @property
     def num_parameters(self) -> int:

@@ -11,18 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from models.config import LlamaConfig
-from models.layers import MLP, Attention, Embedding, Head, RMSNorm, rope_tables
+from models.layers import MLP, Attention, Embedding, Head, Layer, RMSNorm, rope_tables
 
 
-class Block(nn.Module):
-    """One transformer block, normalised before attention and before the feed-forward.
-
-    Attributes:
-        run: computes :meth:`layer` in another way, as activation checkpointing and compilation do;
-            None calls it.
-    """
-
-    run: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
+class Block(Layer):
+    """One transformer block, normalised before attention and before the feed-forward."""
 
     def __init__(self, config: LlamaConfig):
         super().__init__()
@@ -41,50 +34,23 @@ class Block(nn.Module):
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
-class Decoder(nn.Module):
-    """Everything below the output head.
+class Decoder(Layer):
+    """Everything below the output head; :class:`Llama` runs it.
 
     A pipeline stage has some of the blocks; embedding and norm are None where they are elsewhere.
-
-    Attributes:
-        positions: global positions of as many tokens of a sequence as a rank holds.
-        sequence_shards: ranks over which tensor parallelism cuts the residual stream along S.
     """
-
-    positions = staticmethod(torch.arange)
-    sequence_shards = 1
 
     def __init__(self, config: LlamaConfig):
         super().__init__()
-        self.config = config
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
         # By number, so that a part of the model keeps the names of the whole.
         self.layers = nn.ModuleDict(
             {str(i): Block(config) for i in range(config.num_hidden_layers)}
         )
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self._tables = {}
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Token ids [B, S], or the hidden states that another stage has reached -> [B, S, D]."""
-        if self.embed_tokens is not None:
-            x = self.embed_tokens(x)
-        cos, sin = self._rope_tables(x.shape[1] * self.sequence_shards, x)
-        for block in self.layers.values():
-            x = block(x, cos, sin)
-        return x if self.norm is None else self.norm(x)
-
-    def _rope_tables(self, seq_len: int, like: Tensor) -> tuple[Tensor, Tensor]:
-        # Not buffers: to_empty() would leave them uninitialised, and a cast would round them.
-        dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
-        key = (seq_len, like.device, dtype)
-        if key not in self._tables:
-            tables = rope_tables(self.config, self.positions(seq_len), dtype)
-            self._tables = {key: tuple(table.to(like.device) for table in tables)}
-        return self._tables[key]
 
 
-class Llama(nn.Module):
+class Llama(Layer):
     """Llama 3 language model, or a pipeline stage of one. ``config.vocab_size`` must be set."""
 
     def __init__(self, config: LlamaConfig):
@@ -92,6 +58,7 @@ class Llama(nn.Module):
         self.config = config
         self.model = Decoder(config)
         self.lm_head = Head(config.hidden_size, config.vocab_size)
+        self._rope = {}
         self.tie_weights()
 
     def tie_weights(self) -> None:
@@ -117,5 +84,21 @@ class Llama(nn.Module):
         the local weight of the head [local V, D], and its result is returned. A pipeline stage
         takes and returns hidden states at the ends that are on other stages.
         """
-        x = self.model(tokens)
+        x, decoder = tokens, self.model
+        if decoder.embed_tokens is not None:
+            x = decoder.embed_tokens(x)
+        cos, sin = self._rope_tables(x.shape[1] * self.sequence_shards, x)
+        for block in decoder.layers.values():
+            x = block(x, cos, sin)
+        if decoder.norm is not None:
+            x = decoder.norm(x)
         return x if self.lm_head is None else self.lm_head(x, loss)
+
+    def _rope_tables(self, seq_len: int, like: Tensor) -> tuple[Tensor, Tensor]:
+        # Not buffers: to_empty() would leave them uninitialised, and a cast would round them.
+        dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
+        key = (seq_len, like.device, dtype)
+        if key not in self._rope:
+            tables = rope_tables(self.config, self.positions(seq_len), dtype)
+            self._rope = {key: tuple(table.to(like.device) for table in tables)}
+        return self._rope[key]

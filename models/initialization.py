@@ -10,13 +10,14 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from models.decoder import Llama
+from models.weights import Weight, all_weights
 
 # Elements drawn from one random stream. A rank draws whole chunks, so this bounds what it draws
 # beyond its own rows; it is part of the definition of the weights.
 CHUNK_ELEMENTS = 2**20
 
 
-def initial_std(name: str, hidden_size: int, num_hidden_layers: int) -> float:
+def initial_std(weight: Weight, hidden_size: int, num_hidden_layers: int) -> float:
     """Standard deviation of a matrix at the start.
 
     - ``sqrt(2 / (5 D))`` for every matrix ("SmallInit", Nguyen and Salazar 2019): the logits then
@@ -25,7 +26,7 @@ def initial_std(name: str, hidden_size: int, num_hidden_layers: int) -> float:
       block (``o_proj``, ``down_proj``), so that its variance does not grow with depth (GPT-2).
     """
     std = math.sqrt(2 / (5 * hidden_size))
-    if name.endswith(("o_proj.weight", "down_proj.weight")):
+    if weight.writes_residual:
         std /= math.sqrt(2 * num_hidden_layers)
     return std
 
@@ -68,15 +69,15 @@ def init_weights(model: Llama, seed: int) -> None:
     one chunk, so the whole model never exists anywhere. Works on plain tensors and on DTensors
     with any sharding.
     """
-    config = model.config
+    config, table = model.config, all_weights(model.config)
     for name, parameter in model.named_parameters():
         local, offset = local_part(parameter)
-        if parameter.ndim == 1:
+        if table[name].kind == "norm":
             local.fill_(1)
             continue
         if local.numel() == 0:
             continue
-        std = initial_std(name, config.hidden_size, config.num_hidden_layers)
+        std = initial_std(table[name], config.hidden_size, config.num_hidden_layers)
         columns = slice(offset[1], offset[1] + local.shape[1])
         last = offset[0] + local.shape[0]
         for row, block in _chunks(seed, name, parameter.shape, offset[0], last, std):

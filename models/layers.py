@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Placement
 
 from models.config import LlamaConfig
 
@@ -27,24 +28,67 @@ class _LocalWeight(torch.autograd.Function):
         return DTensor(grad.contiguous(), ctx.spec, requires_grad=False)
 
 
-def local_weight(module: nn.Module) -> Tensor:
-    """The part of ``module.weight`` this rank multiplies with, as a plain tensor.
+def identity(x: Tensor) -> Tensor:
+    """``x`` itself: a boundary at which nothing is sent."""
+    return x
 
-    A tensor-parallel style leaves the weight a DTensor and says on the module, where the local part
-    is not the shard itself, which rows it is (``local_rows``). A plain weight may be stored in more
-    digits than the module's ``compute_dtype``, if it has one.
+
+def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Grouped-query attention of [B, heads, S, head_dim] each, causal."""
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+
+
+class Layer(nn.Module):
+    """A module, with all that ``parallel/`` tells modules of the layout; the defaults are those of
+    one process.
+
+    Attributes:
+        enter: brings the input into the tensor-parallel region that begins here: a copy whose
+            backward is an all-reduce, or with sequence parallelism an all-gather over S.
+        leave: brings the output out of the region that ends here: an all-reduce, or with sequence
+            parallelism a reduce-scatter over S.
+        local_rows: of a replicated weight, the rows that this rank multiplies with; None: all.
+        vocab_start: first vocabulary row of this rank; None: it has every row.
+        compute_dtype: to which a plain weight is cast before its use; None: as it is stored.
+        partial_grad: the gradient of the replicated weight is a part of a sum over tp.
+        output_placement: how the outputs of the tp ranks form the whole; None: each is whole.
+        output_start: global index of the first column of the output.
+        output_counts: False where another tp rank has the same columns.
+        attend: attention of queries, keys and values [B, heads, S, head_dim] each.
+        run: computes a block in another way, as activation checkpointing and compilation do; None:
+            as written.
+        positions: global positions of as many tokens of a sequence as a rank has.
+        sequence_shards: ranks over which sequence parallelism shards the residual stream.
+        loss_chunks: parts of the sequence whose logits exist at a time, where a loss is given.
     """
-    weight = module.weight
+
+    enter: Callable[[Tensor], Tensor] = staticmethod(identity)
+    leave: Callable[[Tensor], Tensor] = staticmethod(identity)
+    local_rows: slice | None = None
+    vocab_start: int | None = None
+    compute_dtype: torch.dtype | None = None
+    partial_grad: bool = False
+    output_placement: Placement | None = None
+    output_start: int = 0
+    output_counts: bool = True
+    attend: Callable[[Tensor, Tensor, Tensor], Tensor] = staticmethod(causal_attention)
+    run: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
+    positions: Callable[[int], Tensor] = staticmethod(torch.arange)
+    sequence_shards: int = 1
+    loss_chunks: int = 1
+
+
+def local_weight(layer: Layer) -> Tensor:
+    """The part of ``layer.weight`` this rank multiplies with, as a plain tensor."""
+    weight = layer.weight
     if not isinstance(weight, DTensor):
-        dtype = getattr(module, "compute_dtype", None)
-        return weight if dtype is None else weight.to(dtype)
+        return weight if layer.compute_dtype is None else weight.to(layer.compute_dtype)
     # The compiler knows to_local(), and pays nothing for it.
     weight = weight.to_local() if torch.compiler.is_compiling() else _LocalWeight.apply(weight)
-    rows = getattr(module, "local_rows", None)
-    return weight if rows is None else weight[rows]
+    return weight if layer.local_rows is None else weight[layer.local_rows]
 
 
-class Linear(nn.Linear):
+class Linear(Layer, nn.Linear):
     """A matrix product without bias, by the local weight."""
 
     def __init__(self, in_features: int, out_features: int):
@@ -55,40 +99,34 @@ class Linear(nn.Linear):
         return F.linear(x, local_weight(self))
 
 
+class RowLinear(Linear):
+    """A matrix product at the end of a region: every rank has a part of each sum."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., local in] -> [..., out]."""
+        return self.leave(F.linear(x, local_weight(self)))
+
+
 class Head(Linear):
-    """The output head.
-
-    Attributes:
-        loss_chunks: parts of the sequence whose logits exist at a time, where a loss is given.
-    """
-
-    loss_chunks = 1
+    """The output head, a region of its own."""
 
     def forward(self, x: Tensor, loss: Callable[[Tensor, Tensor], Tensor] | None = None) -> Tensor:
         """[B, S, D] -> logits [B, S, local V], or ``loss`` of x and the local weight."""
-        if loss is None:
-            return super().forward(x)
-        return loss(x, local_weight(self))
+        x = self.enter(x)
+        return super().forward(x) if loss is None else loss(x, local_weight(self))
 
 
-class Embedding(nn.Embedding):
-    """Token embedding. A rank that holds a slice of the vocabulary returns zeros for other tokens.
-
-    Attributes:
-        vocab_start: first vocabulary row of this rank, set by the tensor-parallel style; None
-            where the rank holds every row.
-    """
-
-    vocab_start: int | None = None
+class Embedding(Layer, nn.Embedding):
+    """Token embedding. A rank that has a part of the vocabulary adds zeros for other tokens."""
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """[B, S] -> [B, S, D], to be summed over the ranks if ``vocab_start`` is set."""
+        """[B, S] -> [B, S, D]."""
         weight = local_weight(self)
         if self.vocab_start is None:
             return F.embedding(tokens, weight)
         row = tokens - self.vocab_start
         mine = (row >= 0) & (row < weight.shape[0])
-        return F.embedding(row.where(mine, 0), weight) * mine.unsqueeze(-1)
+        return self.leave(F.embedding(row.where(mine, 0), weight) * mine.unsqueeze(-1))
 
 
 class _RMSNorm(torch.autograd.Function):
@@ -118,7 +156,7 @@ class _RMSNorm(torch.autograd.Function):
         return x_grad.to(x.dtype), weight_grad.to(weight.dtype), None
 
 
-class RMSNorm(nn.Module):
+class RMSNorm(Layer):
     """x / rms(x) * weight, computed in float32 (float64 for float64 input) and rounded once."""
 
     def __init__(self, dim: int, eps: float):
@@ -171,19 +209,8 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return rotated.to(x.dtype)
 
 
-def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Grouped-query attention of [B, heads, S, head_dim] each, causal."""
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-
-
-class Attention(nn.Module):
-    """Causal grouped-query attention.
-
-    Attributes:
-        attend: computes the attention of queries, keys and values.
-    """
-
-    attend = staticmethod(causal_attention)
+class Attention(Layer):
+    """Causal grouped-query attention."""
 
     def __init__(self, config: LlamaConfig):
         super().__init__()
@@ -192,10 +219,11 @@ class Attention(nn.Module):
         self.q_proj = Linear(config.hidden_size, config.num_attention_heads * head)
         self.k_proj = Linear(config.hidden_size, config.kv_heads * head)
         self.v_proj = Linear(config.hidden_size, config.kv_heads * head)
-        self.o_proj = Linear(config.num_attention_heads * head, config.hidden_size)
+        self.o_proj = RowLinear(config.num_attention_heads * head, config.hidden_size)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """[B, S, D] -> [B, S, D]; tables [S, head_dim / 2]."""
+        x = self.enter(x)
         batch, seq, _ = x.shape
         q, k, v = (
             proj(x).view(batch, seq, -1, self.head_size).transpose(1, 2)  # [B, local heads, S, hd]
@@ -229,15 +257,15 @@ class _SwiGLULinear(torch.autograd.Function):
         return torch.ops.aten.silu_backward(inner_grad.mul_(up), gate), up_grad, weight_grad
 
 
-class Down(Linear):
+class Down(RowLinear):
     """The projection that ends a SwiGLU feed-forward."""
 
     def forward(self, gate: Tensor, up: Tensor) -> Tensor:
         """[..., local F] each -> [..., D]."""
-        return _SwiGLULinear.apply(gate, up, local_weight(self))
+        return self.leave(_SwiGLULinear.apply(gate, up, local_weight(self)))
 
 
-class MLP(nn.Module):
+class MLP(Layer):
     """SwiGLU feed-forward (Shazeer 2020)."""
 
     def __init__(self, config: LlamaConfig):
@@ -248,4 +276,5 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, S, D] -> [B, S, D]."""
+        x = self.enter(x)
         return self.down_proj(self.gate_proj(x), self.up_proj(x))

@@ -61,8 +61,7 @@ class _GatherSequence(torch.autograd.Function):
 @functools.cache
 def _mask(queries: int, keys: int) -> CausalBias:
     """The last ``queries`` of ``keys`` positions, each attending to itself and what is before."""
-    # No mode that watches operations, as selective checkpointing does, may see one being made: it
-    # is a tensor of a class of its own.
+    # No mode that watches operations may see one being made: it is a tensor of a class of its own.
     with _disable_current_modes():
         return causal_lower_right(queries, keys)
 
@@ -87,7 +86,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, cp_rank: int, cp: int, group: str) 
 def apply_context_parallel(model: Llama, mesh: DeviceMesh) -> None:
     """Make ``model`` take :func:`local_tokens` of its inputs over the 1-D ``mesh``."""
     at = {"cp": mesh.size(), "cp_rank": mesh.get_local_rank()}
-    model.model.positions = functools.partial(local_positions, **at)
+    model.positions = functools.partial(local_positions, **at)
     for block in model.model.layers.values():
         attend = functools.partial(_attend, **at, group=mesh.get_group().group_name)
         block.self_attn.attend = attend

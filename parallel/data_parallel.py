@@ -1,5 +1,7 @@
 """Data parallelism with sharded parameters: FSDP2."""
 
+from functools import partial
+
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -26,7 +28,7 @@ def apply_fsdp(
 ) -> None:
     """Shard ``model`` over the dp ``mesh``.
 
-    On one rank FSDP2 shares nothing out. It is applied where it casts or offloads; else it would
+    One rank has nothing to shard. FSDP2 is applied there where it casts or offloads; else it would
     only copy, and parameters are just placed on the mesh.
 
     One unit per transformer block, one for the token embedding, one for final norm and head. Tied
@@ -43,42 +45,33 @@ def apply_fsdp(
     low_precision = dtype if dtype == torch.bfloat16 else None
     if mesh.size() == 1 and not low_precision and not cpu_offload:
         return _place(model, mesh)
-    # Inputs are not cast: the RoPE tables would lose their float32.
-    policy = MixedPrecisionPolicy(
-        param_dtype=low_precision,
-        reduce_dtype=torch.float32 if low_precision else None,
-        cast_forward_inputs=False,
+    shard = partial(
+        fully_shard,
+        mesh=mesh,
+        # Inputs are not cast: the RoPE tables would lose their float32.
+        mp_policy=MixedPrecisionPolicy(
+            param_dtype=low_precision,
+            reduce_dtype=torch.float32 if low_precision else None,
+            cast_forward_inputs=False,
+        ),
+        # A CPU as the device, in tests, has nothing to pin memory for.
+        offload_policy=CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu")
+        if cpu_offload
+        else OffloadPolicy(),
+        shard_placement_fn=lambda p: Shard(1) if _unevenly_sharded_by_tp(p) else None,
     )
-
-    # A CPU as the device, in tests, has nothing to pin memory for.
-    pinned = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu")
-    offload = pinned if cpu_offload else OffloadPolicy()
-
-    def placement(parameter: nn.Parameter) -> Shard | None:
-        return Shard(1) if _unevenly_cut_by_tp(parameter) else None
-
-    def shard(unit: nn.Module | list[nn.Module], reshard_after_forward: bool) -> None:
-        fully_shard(
-            unit,
-            mesh=mesh,
-            mp_policy=policy,
-            offload_policy=offload,
-            reshard_after_forward=reshard_after_forward,
-            shard_placement_fn=placement,
-        )
-
     for block in model.model.layers.values():
-        shard(block, zero == 3)
+        shard(block, reshard_after_forward=zero == 3)
     embedding, norm, head = model.model.embed_tokens, model.model.norm, model.lm_head
     if not model.config.tie_word_embeddings:
         if embedding is not None:
             # The backward of a lookup does not read the table.
-            shard(embedding, zero >= 2)
+            shard(embedding, reshard_after_forward=zero >= 2)
             embedding.set_unshard_in_backward(False)
         if head is not None:
             # The backward starts with these two, so freeing them would only gather them again.
-            shard([norm, head], False)
-    shard(model, False)
+            shard([norm, head], reshard_after_forward=False)
+    shard(model, reshard_after_forward=False)
 
     for unit in fsdp_units(model):
         # The loss is already divided by the global number of target tokens: gradients are summed.
@@ -97,11 +90,11 @@ def _place(model: Llama, mesh: DeviceMesh) -> None:
     model.tie_weights()
 
 
-def _unevenly_cut_by_tp(parameter: nn.Parameter) -> bool:
-    """Whether tp has cut dim 0 into parts of unequal size: an uneven vocabulary.
+def _unevenly_sharded_by_tp(parameter: nn.Parameter) -> bool:
+    """Whether the tp shards of dim 0 have unequal sizes: an uneven vocabulary.
 
-    Cutting such a dim again over dp gives parts whose global offsets DTensor gets wrong, and with
-    them initialisation and checkpoints. These matrices are cut over dp along the other dim.
+    DTensor gets the global offsets of shards of such shards wrong, and with them initialisation and
+    checkpoints. These matrices are sharded over dp along the other dim.
     """
     if not isinstance(parameter, DTensor):
         return False

@@ -11,7 +11,7 @@ from parallel.stages import SCHEDULES, Stage, make_stages, micro_batches_needed
 
 @dataclass(frozen=True)
 class Layout:
-    """How the ranks are arranged, and how the global batch is cut for them.
+    """How the ranks are arranged, and how the global batch is split among them.
 
     Attributes:
         dp: data-parallel ranks among which FSDP2 shards.
@@ -19,8 +19,8 @@ class Layout:
         batch_size: sequences per data-parallel rank per micro-batch.
         micro_batches: micro-batches per optimizer step and data-parallel rank.
         dp_replicate: groups of dp ranks that hold the same shards, outermost in the mesh.
-        cp: ranks among which every sequence is cut.
-        zero: what the dp ranks share out (see ``--zero``).
+        cp: ranks among which every sequence is sharded.
+        zero: what the dp ranks shard (see ``--zero``).
         pp: pipeline-parallel ranks, outermost in the mesh.
         pp_schedule: a key of :data:`parallel.stages.SCHEDULES`.
     """
@@ -42,16 +42,14 @@ class Layout:
 
     @property
     def data_ranks(self) -> int:
-        """Number of parts into which the global batch is cut."""
+        """Number of ranks with a part of the global batch of their own."""
         return self.dp_replicate * self.dp
 
     @property
     def mesh_dims(self) -> dict[str, int]:
         """Names and sizes of the mesh, outermost first; only dp and tp exist with a size of 1."""
-        shard = self.shards // self.cp
-        dims = {
-            "pp": self.pp, "dp_replicate": self.replicas, "dp": shard, "cp": self.cp, "tp": self.tp
-        }  # fmt: skip
+        dims = {"pp": self.pp, "dp_replicate": self.replicas, "dp": self.shards // self.cp}
+        dims |= {"cp": self.cp, "tp": self.tp}
         return {name: size for name, size in dims.items() if size > 1 or name in ("dp", "tp")}
 
     @property
@@ -61,7 +59,7 @@ class Layout:
 
     @property
     def replicas(self) -> int:
-        """Ranks that hold the same shard: with ZeRO-0, which shares out nothing, all of dp."""
+        """Ranks that hold the same shard: with ZeRO-0, which shards nothing, all of dp."""
         return self.dp if self.zero == 0 else self.dp_replicate
 
     @property
@@ -105,9 +103,9 @@ def parse_layout(name: str) -> dict[str, int]:
         raise LayoutError(
             f"layout {name!r} is not dp x tp: write two sizes, as in 2x4, or pp2-rep2-dp2-cp2-tp1"
         )
-    found = long.groups() if long else (None, None, short[1], None, short[2])
+    sizes = long.groups() if long else (None, None, short[1], None, short[2])
     names = ("pp", "dp_replicate", "dp", "cp", "tp")
-    return {name: int(size or 1) for name, size in zip(names, found, strict=True)}
+    return {name: int(size or 1) for name, size in zip(names, sizes, strict=True)}
 
 
 def layout_flags(name: str) -> list[str]:
@@ -134,8 +132,9 @@ def use_sequence_parallel(setting: str, *, tp: int, local_len: int, cuda: bool) 
 
 
 def divisors_text(n: int) -> str:
-    found = list(map(str, divisors(n)))
-    return ", ".join(found[:-1]) + (" or " if len(found) > 1 else "") + found[-1]
+    """The divisors of ``n`` for a message: "1, 2 or 4"."""
+    numbers = list(map(str, divisors(n)))
+    return ", ".join(numbers[:-1]) + (" or " if len(numbers) > 1 else "") + numbers[-1]
 
 
 def _fill_pipeline(
@@ -170,26 +169,23 @@ def _fill_pipeline(
     )
 
 
-def make_layout(
-    *,
-    world_size: int,
-    tp: int,
-    global_batch_size: int,
-    batch_size: int | None = None,
-    dp_replicate: int = 1,
-    cp: int = 1,
-    zero: int = 3,
-    pp: int = 1,
-    pp_schedule: str = "1f1b",
-) -> Layout:
-    """Arrange ``world_size`` ranks and cut the global batch.
+@dataclass(frozen=True, kw_only=True)
+class Dims:
+    """Sizes of the mesh dims that are asked for; dp is what is left."""
 
-    ``batch_size`` is in sequences per data-parallel rank per micro-batch; None takes its whole
-    share in one micro-batch, or fills the pipeline.
+    pp: int = 1
+    dp_replicate: int = 1
+    cp: int = 1
+    tp: int = 1
+
+
+def _data_ranks(world_size: int, dims: Dims) -> int:
+    """The data-parallel ranks that the other dims leave.
 
     Raises:
-        LayoutError: if the sizes do not divide.
+        LayoutError: if one does not divide.
     """
+    pp, cp, tp = dims.pp, dims.cp, dims.tp
     if world_size % tp:
         raise LayoutError(
             f"--tp {tp} does not divide the {world_size} processes: "
@@ -200,22 +196,42 @@ def make_layout(
             f"--cp {cp} does not divide the {world_size // tp} ranks that {world_size} processes "
             f"leave with --tp {tp}: use --cp {divisors_text(world_size // tp)}"
         )
-    if world_size // tp // cp % pp:
-        left = world_size // tp // cp
+    if (rest := world_size // tp // cp) % pp:
         raise LayoutError(
-            f"--pp {pp} does not divide the {left} ranks that {world_size} processes leave with "
-            f"--cp {cp} and --tp {tp}: use --pp {divisors_text(left)}"
+            f"--pp {pp} does not divide the {rest} ranks that {world_size} processes leave with "
+            f"--cp {cp} and --tp {tp}: use --pp {divisors_text(rest)}"
         )
-    ranks = world_size // tp // cp // pp
-    if ranks % dp_replicate:
+    ranks = rest // pp
+    if ranks % dims.dp_replicate:
         raise LayoutError(
-            f"--dp-replicate {dp_replicate} does not divide the {ranks} data-parallel ranks "
+            f"--dp-replicate {dims.dp_replicate} does not divide the {ranks} data-parallel ranks "
             f"({world_size} processes / --pp {pp} / --cp {cp} / --tp {tp}): "
             f"use --dp-replicate {divisors_text(ranks)}"
         )
-    if zero == 0 and dp_replicate > 1:
+    return ranks
+
+
+def make_layout(
+    world_size: int,
+    dims: Dims,
+    *,
+    global_batch_size: int,
+    batch_size: int | None = None,
+    zero: int = 3,
+    pp_schedule: str = "1f1b",
+) -> Layout:
+    """Arrange ``world_size`` ranks and split the global batch.
+
+    ``batch_size`` is in sequences per data-parallel rank per micro-batch; None takes its whole
+    share in one micro-batch, or fills the pipeline.
+
+    Raises:
+        LayoutError: if the sizes do not divide.
+    """
+    ranks = _data_ranks(world_size, dims)
+    if zero == 0 and dims.dp_replicate > 1:
         raise LayoutError(
-            f"--dp-replicate {dp_replicate} has no meaning with --zero 0, where all {ranks} "
+            f"--dp-replicate {dims.dp_replicate} has no meaning with --zero 0, where all {ranks} "
             "data-parallel ranks are replicas: leave it out"
         )
     if global_batch_size % ranks:
@@ -230,18 +246,18 @@ def make_layout(
             f"data-parallel rank (--global-batch-size {global_batch_size} / dp {ranks}): "
             f"use --batch-size {divisors_text(share)}"
         )
-    if pp > 1:
-        batch_size = _fill_pipeline(share, batch_size, pp, pp_schedule, global_batch_size)
+    if dims.pp > 1:
+        batch_size = _fill_pipeline(share, batch_size, dims.pp, pp_schedule, global_batch_size)
     batch_size = batch_size or share
     return Layout(
-        dp=ranks // dp_replicate,
-        tp=tp,
+        dp=ranks // dims.dp_replicate,
+        tp=dims.tp,
         batch_size=batch_size,
         micro_batches=share // batch_size,
-        dp_replicate=dp_replicate,
-        cp=cp,
+        dp_replicate=dims.dp_replicate,
+        cp=dims.cp,
         zero=zero,
-        pp=pp,
+        pp=dims.pp,
         pp_schedule=pp_schedule,
     )
 

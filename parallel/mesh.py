@@ -95,10 +95,18 @@ def make_mesh(device_type: str, layout: Layout) -> DeviceMesh:
 
 
 def sharding_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """The ranks that share out parameters: dp, and cp, where they read other slices of a batch."""
+    """The ranks that shard parameters: dp, and cp, where they read other slices of a batch."""
     if "cp" not in mesh.mesh_dim_names:
         return mesh["dp"]
     return mesh["dp", "cp"]._flatten("dp_cp")
+
+
+def fsdp_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """The mesh of FSDP2: :func:`sharding_mesh`, behind the dim of its replicas if there are any."""
+    shards = sharding_mesh(mesh)
+    if "dp_replicate" not in mesh.mesh_dim_names:
+        return shards
+    return DeviceMesh._concatenate([mesh["dp_replicate"], shards])
 
 
 def _set_timeout(mesh: DeviceMesh, timeout: datetime.timedelta) -> None:

@@ -34,7 +34,7 @@ def split(model: Llama, stages: Sequence[Stage]) -> list[Llama]:
     for stage in stages:
         with torch.device("meta"):
             part = Llama(model.config.model_copy(update={"num_hidden_layers": 0}))
-        part.config = part.model.config = model.config
+        part.config = model.config
         part.model.layers = nn.ModuleDict({str(i): layers[str(i)] for i in stage.blocks})
         part.model.embed_tokens = model.model.embed_tokens if stage.first else None
         part.model.norm = model.model.norm if stage.last else None
@@ -157,7 +157,7 @@ class Pipeline:
         # Shapes are given, or torch would run a forward and a backward to find them.
         size, length = layout.batch_size, seq_len // layout.cp
         tokens = torch.empty((size, length), dtype=torch.int64, device="meta")
-        width = length // parts[0].model.sequence_shards, parts[0].config.hidden_size
+        width = length // parts[0].sequence_shards, parts[0].config.hidden_size
         hidden = torch.empty((size, *width), dtype=dtype, device="meta", requires_grad=True)
         scalar = torch.empty((), dtype=torch.promote_types(dtype, torch.float32), device="meta")
         built = [

@@ -8,8 +8,12 @@ Megatron-LM (Shoeybi et al. 2019; with sequence parallelism Korthikanti et al. 2
     without SP        identity (bwd all-reduce) all-reduce (bwd identity)
     with SP           all-gather over S         reduce-scatter over S
 
-where the backward of each is the mirror image of its forward.
+where the backward of each is the mirror image of its forward. The layers call both
+(:class:`models.layers.Layer`); a style says of a module what they do.
 """
+
+from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -21,6 +25,8 @@ from torch.distributed.tensor.placement_types import Placement
 
 from models.config import LlamaConfig
 from models.decoder import Llama
+from models.layers import Layer
+from models.weights import Weight, block_weights, embedding_weight, head_weights
 
 _comm = torch.ops._c10d_functional
 
@@ -71,146 +77,132 @@ class _LeaveRegion(torch.autograd.Function):
         return grad, None, None, None
 
 
+def enter_region(x: Tensor, group: str, size: int, sequence_parallel: bool) -> Tensor:
+    """[B, S or S / size, D] -> [B, S, D], the input of a region on every rank."""
+    return _EnterRegion.apply(x, group, size, sequence_parallel)
+
+
+def leave_region(x: Tensor, group: str, size: int, sequence_parallel: bool) -> Tensor:
+    """[B, S, D], a part of each sum -> [B, S or S / size, D], the sums."""
+    return _LeaveRegion.apply(x, group, size, sequence_parallel)
+
+
 class _Style(ParallelStyle):
     """What the styles share: how the weight is placed, and what the module's output is.
 
-    Sets on the module ``partial_grad`` (whether the local gradient of a replicated weight is a part
-    of a sum over tp, left to :func:`reduce_partial_gradients`) and ``output_placement`` (how the
-    ranks' outputs form the global one); where that is a shard of the last dim, ``output_start`` is
-    the global index of this rank's first column, and ``output_counts`` is False if another rank has
-    the same columns.
+    A style sets attributes of :class:`models.layers.Layer`.
     """
 
-    def __init__(self, sequence_parallel: bool):
-        self.sequence_parallel = sequence_parallel
+    def __init__(self, weight: Weight, sequence_parallel: bool):
+        self.weight, self.sequence_parallel = weight, sequence_parallel
 
     @property
     def _stream(self) -> Placement:
         """Placement of the residual stream [B, S, D]."""
         return Shard(1) if self.sequence_parallel else Replicate()
 
-    def _place(
-        self,
-        module: nn.Module,
-        mesh: DeviceMesh,
-        weight: Placement,
-        output: Placement,
-        partial_grad: bool = False,
-    ) -> None:
+    def _place(self, module: Layer, mesh: DeviceMesh, weight: Placement, output: Placement) -> None:
         placed = distribute_tensor(module.weight, mesh, [weight], src_data_rank=None)
         module.weight = nn.Parameter(placed)
-        module.partial_grad = partial_grad
+        module.partial_grad = self.weight.has_partial_grad(mesh.size(), self.sequence_parallel)
         module.output_placement = output
 
-    def _boundary(self, mesh: DeviceMesh) -> tuple[str, int, bool]:
-        return mesh.get_group().group_name, mesh.size(), self.sequence_parallel
-
-    def _enter(self, module: nn.Module, mesh: DeviceMesh) -> None:
-        args = self._boundary(mesh)
-        module.register_forward_pre_hook(
-            lambda _, inputs: (_EnterRegion.apply(inputs[0], *args), *inputs[1:])
+    def _boundary(self, mesh: DeviceMesh, what: Callable) -> Callable[[Tensor], Tensor]:
+        group = mesh.get_group().group_name
+        return partial(
+            what, group=group, size=mesh.size(), sequence_parallel=self.sequence_parallel
         )
-
-    def _leave(self, module: nn.Module, mesh: DeviceMesh) -> None:
-        args = self._boundary(mesh)
-        module.register_forward_hook(lambda _, __, output: _LeaveRegion.apply(output, *args))
 
 
 class Region(_Style):
     """A module whose input enters the tensor-parallel region (attention, feed-forward)."""
 
-    def _apply(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
-        self._enter(module, mesh)
+    def _apply(self, module: Layer, mesh: DeviceMesh) -> Layer:
+        module.enter = self._boundary(mesh, enter_region)
         module.output_placement = self._stream
         return module
 
 
 class ColumnParallel(_Style):
-    """A linear layer cut by output rows; ``head`` is one that is also a region of its own."""
+    """A linear layer whose output rows are sharded."""
 
-    def __init__(self, sequence_parallel: bool, head: bool = False):
-        super().__init__(sequence_parallel)
-        self.head = head
-
-    def _apply(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    def _apply(self, module: Layer, mesh: DeviceMesh) -> Layer:
         self._place(module, mesh, weight=Shard(0), output=Shard(2))
         module.output_start = rows_of(module.out_features, *_at(mesh)).start
-        if self.head:
-            self._enter(module, mesh)
         return module
 
 
-class KeyValueParallel(_Style):
-    """A key or value projection, cut by heads, or replicated where ranks outnumber heads.
+class VocabParallelHead(ColumnParallel):
+    """A linear layer whose output rows are sharded, and which is a region of its own."""
+
+    def _apply(self, module: Layer, mesh: DeviceMesh) -> Layer:
+        module.enter = self._boundary(mesh, enter_region)
+        return super()._apply(module, mesh)
+
+
+class KeyValueParallel(ColumnParallel):
+    """A key or value projection, sharded by heads, or replicated where ranks outnumber heads.
 
     A replicated one uses the rows of the single head that this rank's query heads attend to; its
     local gradient is then a part of a sum over tp.
     """
 
-    def __init__(self, sequence_parallel: bool, kv_heads: int, head_size: int):
-        super().__init__(sequence_parallel)
-        self.kv_heads, self.head_size = kv_heads, head_size
-
-    def _apply(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
-        if self.kv_heads % mesh.size() == 0:
-            return ColumnParallel(self.sequence_parallel)._apply(module, mesh)
-        self._place(module, mesh, weight=Replicate(), output=Shard(2), partial_grad=True)
-        tp, tp_rank = _at(mesh)
-        first = tp_rank * self.kv_heads // tp * self.head_size
-        module.local_rows = slice(first, first + self.head_size)
+    def _apply(self, module: Layer, mesh: DeviceMesh) -> Layer:
+        (tp, tp_rank), heads = _at(mesh), self.weight.heads
+        if heads % tp == 0:
+            return super()._apply(module, mesh)
+        self._place(module, mesh, weight=Replicate(), output=Shard(2))
+        head_size = self.weight.shape[0] // heads
+        first = tp_rank * heads // tp * head_size
+        module.local_rows = slice(first, first + head_size)
         module.output_start = first
-        module.output_counts = tp_rank % (tp // self.kv_heads) == 0
+        module.output_counts = tp_rank % (tp // heads) == 0
         return module
 
 
 class RowParallel(_Style):
-    """A linear layer cut by input columns; its output is summed as it leaves the region."""
+    """A linear layer whose input columns are sharded; its output is summed as it leaves."""
 
-    def _apply(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    def _apply(self, module: Layer, mesh: DeviceMesh) -> Layer:
         self._place(module, mesh, weight=Shard(1), output=self._stream)
-        self._leave(module, mesh)
+        module.leave = self._boundary(mesh, leave_region)
         return module
 
 
 class VocabParallelEmbedding(_Style):
-    """A token embedding cut by vocabulary rows; its output is summed as it leaves."""
+    """A token embedding whose vocabulary rows are sharded; its output is summed as it leaves."""
 
-    def _apply(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    def _apply(self, module: Layer, mesh: DeviceMesh) -> Layer:
         module.vocab_start = rows_of(module.num_embeddings, *_at(mesh)).start
         self._place(module, mesh, weight=Shard(0), output=self._stream)
-        self._leave(module, mesh)
+        module.leave = self._boundary(mesh, leave_region)
         return module
 
 
-class Norm(_Style):
-    """A norm with a replicated weight.
+class Replicated(_Style):
+    """A module with a replicated weight, on the residual stream or on a rank's own heads."""
 
-    Under sequence parallelism each rank sees a slice of the sequence, so that its gradient is a
-    part of a sum over tp.
-    """
-
-    def _apply(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
-        self._place(
-            module,
-            mesh,
-            weight=Replicate(),
-            output=self._stream,
-            partial_grad=self.sequence_parallel,
-        )
+    def _apply(self, module: Layer, mesh: DeviceMesh) -> Layer:
+        local = self.weight.sharding == "local_heads"
+        self._place(module, mesh, weight=Replicate(), output=Shard(2) if local else self._stream)
         return module
 
 
-def reduce_partial_gradients(model: nn.Module, group: dist.ProcessGroup) -> None:
+def partial_modules(model: nn.Module) -> list[Layer]:
+    """The modules whose weights have gradients that are parts of sums over tp."""
+    return [module for module in model.modules() if getattr(module, "partial_grad", False)]
+
+
+def reduce_partial_gradients(modules: list[Layer], group: dist.ProcessGroup) -> None:
     """Sum over tp the gradients of replicated weights of which every rank has computed a part.
 
     One all-reduce for all of them, once a step: of this rank's dp shards, in the dtype of the
     reduction over dp.
+
+    Args:
+        modules: of :func:`partial_modules`; to find them takes longer than to sum.
     """
-    if not hasattr(model, "partial_modules"):
-        # Once: to walk through all modules takes longer than the rest of this function.
-        found = [m for m in model.modules() if getattr(m, "partial_grad", False)]
-        model.partial_modules = found
-    grads = [module.weight.grad for module in model.partial_modules]
+    grads = [module.weight.grad for module in modules]
     parts = [g.to_local() if isinstance(g, DTensor) else g for g in grads if g is not None]
     if not parts:
         return
@@ -231,33 +223,38 @@ def rows_of(rows: int, tp: int, tp_rank: int) -> slice:
     return slice(first, min(first + per_rank, rows))
 
 
+STYLES = {
+    "column": ColumnParallel,
+    "row": RowParallel,
+    "key_value": KeyValueParallel,
+    "replicated": Replicated,
+    "local_heads": Replicated,
+}
+
+
 def tensor_parallel_plan(config: LlamaConfig, sequence_parallel: bool) -> dict[str, ParallelStyle]:
-    """The plan: module name (``*`` stands for every block) to style."""
-    sp = sequence_parallel
-    key_value = KeyValueParallel(sp, config.kv_heads, config.head_size)
-    return {
-        "model.embed_tokens": VocabParallelEmbedding(sp),
-        "model.layers.*.input_layernorm": Norm(sp),
-        "model.layers.*.self_attn": Region(sp),
-        "model.layers.*.self_attn.q_proj": ColumnParallel(sp),
-        "model.layers.*.self_attn.k_proj": key_value,
-        "model.layers.*.self_attn.v_proj": key_value,
-        "model.layers.*.self_attn.o_proj": RowParallel(sp),
-        "model.layers.*.post_attention_layernorm": Norm(sp),
-        "model.layers.*.mlp": Region(sp),
-        "model.layers.*.mlp.gate_proj": ColumnParallel(sp),
-        "model.layers.*.mlp.up_proj": ColumnParallel(sp),
-        "model.layers.*.mlp.down_proj": RowParallel(sp),
-        "model.norm": Norm(sp),
-        "lm_head": ColumnParallel(sp, head=True),
+    """The plan, from the table of weights: module name (``*`` stands for every block) to style."""
+    embedding, (norm, *_) = embedding_weight(config), head_weights(config)
+    plan = {
+        embedding.module: VocabParallelEmbedding(embedding, sequence_parallel),
+        norm.module: Replicated(norm, sequence_parallel),
+        # A tied one has the weight of the embedding.
+        "lm_head": VocabParallelHead(embedding, sequence_parallel),
     }
+    for weight in block_weights(config):
+        name = f"model.layers.*.{weight.module}"
+        if weight.sharding == "column":
+            # What has a sharded projection in it is a region.
+            plan[name.rpartition(".")[0]] = Region(weight, sequence_parallel)
+        plan[name] = STYLES[weight.sharding](weight, sequence_parallel)
+    return plan
 
 
 def apply_tensor_parallel(model: Llama, mesh: DeviceMesh, sequence_parallel: bool) -> None:
-    """Cut ``model`` over the 1-D ``mesh`` and tie its weights again.
+    """Shard ``model`` over the 1-D ``mesh`` and tie its weights again.
 
     Args:
-        sequence_parallel: cut the residual stream along the sequence between regions.
+        sequence_parallel: shard the residual stream along the sequence between regions.
     """
     plan = tensor_parallel_plan(model.config, sequence_parallel)
     if model.lm_head is None:
@@ -267,4 +264,4 @@ def apply_tensor_parallel(model: Llama, mesh: DeviceMesh, sequence_parallel: boo
     parallelize_module(model, mesh, plan)
     model.tie_weights()
     if sequence_parallel:
-        model.model.sequence_shards = mesh.size()
+        model.sequence_shards = mesh.size()

@@ -1,38 +1,23 @@
-"""What a layout holds and sends: placements and bytes of every parameter, collectives per step.
-
-Torch-free, but for what looks at a model.
-"""
+"""The collectives of one optimizer step, by formula. Torch-free."""
 
 import collections
-import itertools
 import math
-import re
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from dataclasses import dataclass
 
-from common.text import columns
 from models.config import LlamaConfig
+from models.weights import (
+    Weight,
+    block_activations,
+    block_weights,
+    embedding_weight,
+    head_weights,
+)
 from parallel.layout import POWERSGD_RANK, Layout, powersgd_compresses
-from parallel.stages import Stage, bubble_fraction
+from parallel.options import ParallelOptions, checkpointed
+from parallel.stages import Stage
 
-if TYPE_CHECKING:
-    from torch.distributed.tensor.placement_types import Placement
-
-    from models.decoder import Llama
-
-DTYPE_BYTES = {"bfloat16": 2, "float32": 4, "float64": 8}
-
-
-@dataclass(frozen=True)
-class ParameterRow:
-    """One parameter on this rank; ``bytes`` are those of the local shard in its stored dtype."""
-
-    name: str
-    shape: tuple[int, ...]
-    placements: str
-    local_shape: tuple[int, ...]
-    bytes: int
+FORWARD_AND_BACKWARD = "activations, forward and backward"
 
 
 @dataclass(frozen=True)
@@ -59,159 +44,190 @@ class Collective:
     units: int
 
 
-def _short(placement: "Placement") -> str:
-    # FSDP2's _StridedShard cuts the dim that tp has cut first; for a reader it is a shard too.
-    return "R" if placement.is_replicate() else f"S({placement.dim})"
-
-
-def parameter_rows(model: "Llama") -> list[ParameterRow]:
-    """Every parameter of a model that is laid out, in order, as this rank holds it."""
-    from torch.distributed.tensor import DTensor
-
-    rows = []
-    for name, p in model.named_parameters():
-        local = p.to_local() if isinstance(p, DTensor) else p
-        placements = map(_short, p.placements) if isinstance(p, DTensor) else ["whole"]
-        rows.append(
-            ParameterRow(
-                name,
-                tuple(p.shape),
-                " ".join(placements),
-                tuple(local.shape),
-                local.numel() * local.element_size(),
-            )
-        )
-    return rows
-
-
 def collectives(
     model: LlamaConfig,
     layout: Layout,
-    *,
-    stages: Sequence[Stage] = (),
+    options: ParallelOptions,
     seq_len: int,
-    sequence_parallel: bool,
-    dtype: str,
-    activation_checkpoint: str = "none",
-    compile: bool = False,
-    loss_chunks: int = 1,
-    grad_compression: str = "none",
+    stages: Sequence[Stage] = (),
 ) -> list[Collective]:
     """The collectives of one optimizer step, as :func:`parallel.parallelize` arranges them.
 
-    With ``stages``, those of a rank that holds these stages of a pipeline. ``dtype`` is the compute
-    dtype by name, as in the config.
+    With ``stages``, those of a rank that holds these stages of a pipeline.
 
     With ``grad_compression`` a row stands for all buckets of gradients together; PowerSGD's first
     steps send them whole. Left out: one all-reduce of two numbers over all ranks (loss and
     gradient norm), and one of a small CPU vector (target tokens, stop requested).
     """
-    m, size = layout.micro_batches, DTYPE_BYTES[dtype]
-    # Reductions of gradients a step: ZeRO-1 and 0 first sum over the micro-batches.
-    times = m if layout.zero >= 2 else 1
-    local_len = seq_len // layout.cp
-    tokens = layout.batch_size * local_len
-    stream = tokens * model.hidden_size * size  # [B, S / cp, D]
-    reduced = max(size, 4)  # gradients, and the numbers of the loss
-    found = []
-
-    blocks = sum(len(stage.blocks) for stage in stages) or model.num_hidden_layers
-
-    def add(unit: str, dim: str, kind: str, why: str, count: int, size: int, times=m) -> None:
-        units = blocks if unit == "block" else 1
-        found.append(Collective(unit, dim, kind, why, count * times, size, units))
-
+    step = _Step(model, layout, options, seq_len, stages)
     if layout.tp > 1:
-        _tensor_parallel(stream, sequence_parallel, add)
-        has_norm = not stages or any(stage.last for stage in stages)
-        if part := _partial(model, layout, sequence_parallel, blocks, has_norm):
-            why = "gradients of replicated weights"
-            add("all", "tp", "all_reduce", why, 1, part * reduced, 1)
-        if activation_checkpoint == "full":
-            _recomputed(stream, sequence_parallel, compile, add)
-        for length, chunks in collections.Counter(_chunks(local_len, loss_chunks)).items():
-            part = layout.batch_size * length * reduced
-            add("loss", "tp", "all_reduce", "largest logit of each token", chunks, part)
-            add("loss", "tp", "all_reduce", "sum of exp, target logit", chunks, 2 * part)
+        step.tensor_parallel()
     if layout.cp > 1:
-        heads = model.kv_heads // layout.tp if model.kv_heads % layout.tp == 0 else 1
-        both = 2 * layout.cp * tokens * heads * model.head_size * size
-        gathers = 2 if activation_checkpoint == "full" else 1
-        add("block", "cp", "all_gather", "keys and values", gathers, both)
-        add("block", "cp", "reduce_scatter", "gradients of keys and values", 1, both)
-    if grad_compression != "none" and layout.world_size > 1:
-        each = reduced if grad_compression == "powersgd" else 2
-        for why, numel in _compressed(model, grad_compression):
-            add("all", "dp", "all_reduce", f"gradients: {why}", 1, numel * each, 1)
-        return found
-    dp, replicas = layout.shards, layout.replicas
-    name = "dp x cp" if layout.cp > 1 else "dp"
-    for unit, numel, gathers in _fsdp_units(model, layout):
-        if dp > 1:
-            add(unit, name, "all_gather", "parameters", gathers, numel * size, times)
-            add(unit, name, "reduce_scatter", "gradients", 1, numel * reduced, times)
-        if replicas > 1:
-            part = numel // dp * reduced
-            add(unit, "dp_replicate", "all_reduce", "gradients of a shard", 1, part, 1)
-    if not stages:
-        return found
-    shards = layout.tp if sequence_parallel else 1
-    _pipeline(stages, lambda kind, why: add("stage", "pp", kind, why, 1, stream // shards))
-    elsewhere = set()
-    if not any(stage.first for stage in stages):
-        elsewhere |= {"embedding"}
-    if not any(stage.last for stage in stages):
-        elsewhere |= {"head", "loss"}
-    return [row for row in found if row.unit not in elsewhere]
-
-
-def _pipeline(stages: Sequence[Stage], add: Callable[[str, str], None]) -> None:
-    """What crosses the ends of the stages of a rank, once a micro-batch."""
-    here = {stage.index for stage in stages}
-    for stage in stages:
-        # Neighbours on one rank, as in the middle of a V, hand over in memory.
-        if not stage.first and stage.index - 1 not in here:
-            add("recv", f"hidden states from stage {stage.index - 1}")
-            add("send", f"their gradients to stage {stage.index - 1}")
-        if not stage.last and stage.index + 1 not in here:
-            add("send", f"hidden states to stage {stage.index + 1}")
-            add("recv", f"their gradients from stage {stage.index + 1}")
-
-
-def _tensor_parallel(stream, sequence_parallel, add) -> None:
-    # (unit, inputs that enter a region, outputs that leave one)
-    for unit, enters, leaves in (("block", 2, 2), ("embedding", 0, 1), ("head", 1, 0)):
-        if sequence_parallel:
-            both = enters + leaves
-            add(unit, "tp", "all_gather", "activations, forward and backward", both, stream)
-            add(unit, "tp", "reduce_scatter", "activations, forward and backward", both, stream)
-        else:
-            if leaves:
-                add(unit, "tp", "all_reduce", "activations, forward", leaves, stream)
-            if enters:
-                add(unit, "tp", "all_reduce", "activations, backward", enters, stream)
-
-
-def _partial(model, layout, sequence_parallel, blocks, has_norm) -> int:
-    """Elements of the dp shards whose gradients are parts of sums over tp, on the first rank."""
-    d, dp = model.hidden_size, layout.shards
-    norms = 2 * blocks + has_norm if sequence_parallel else 0
-    projections = 2 * blocks if model.kv_heads % layout.tp else 0
-    return norms * -(-d // dp) + projections * -(-model.kv_heads * model.head_size // dp) * d
-
-
-def _recomputed(stream: int, sequence_parallel: bool, compile: bool, add) -> None:
-    # The sum at the end of a block is not needed again; only a compiled block makes it.
-    leaves, why = (2 if compile else 1), "activations, computed again"
-    if sequence_parallel:
-        add("block", "tp", "all_gather", why, 2, stream)
-        add("block", "tp", "reduce_scatter", why, leaves, stream)
+        step.context_parallel()
+    if options.grad_compression != "none" and layout.world_size > 1:
+        step.compressed_gradients()
     else:
-        add("block", "tp", "all_reduce", why, leaves, stream)
+        step.data_parallel()
+    if stages:
+        step.pipeline()
+    return [row for row in step.rows if row.unit in step.units]
 
 
-def _chunks(length: int, count: int) -> list[int]:
-    """Lengths into which ``torch.chunk`` cuts."""
+class _Step:
+    """Gathers the rows of :func:`collectives`.
+
+    Attributes:
+        units: parts of the model that the rank has.
+    """
+
+    def __init__(
+        self,
+        model: LlamaConfig,
+        layout: Layout,
+        options: ParallelOptions,
+        seq_len: int,
+        stages: Sequence[Stage],
+    ):
+        self.model, self.layout, self.options, self.stages = model, layout, options, stages
+        self.rows: list[Collective] = []
+        self.local_len = seq_len // layout.cp
+        self.tokens = layout.batch_size * self.local_len
+        # [B, S / cp, D]
+        self.stream = self.tokens * model.hidden_size * options.dtype_bytes
+        # Of gradients, and of the numbers of the loss.
+        self.reduced_bytes = max(options.dtype_bytes, 4)
+        numbers = [range(model.num_hidden_layers)] if not stages else [s.blocks for s in stages]
+        self.blocks = sum(map(len, numbers))
+        mode = options.activation_checkpoint
+        self.checkpointed = sum(checkpointed(blocks, mode) for blocks in numbers)
+        self.last = not stages or any(stage.last for stage in stages)
+        self.units = {"block", "all", "stage"}
+        if not stages or any(stage.first for stage in stages):
+            self.units |= {"embedding", "embedding, norm and head"}
+        if self.last:
+            self.units |= {"head", "loss", "embedding, norm and head"}
+
+    def add(
+        self,
+        place: tuple[str, str, str],
+        why: str,
+        size: int,
+        count: int = 1,
+        *,
+        times: int | None = None,
+        units: int | None = None,
+    ) -> None:
+        """Add a row.
+
+        Args:
+            place: unit, dim and kind.
+            times: how often a step has ``count`` of them; None: in each micro-batch.
+            units: how many such units the rank has; None: its blocks, or 1.
+        """
+        times = self.layout.micro_batches if times is None else times
+        if units is None:
+            units = self.blocks if place[0] == "block" else 1
+        if units and count:
+            self.rows.append(Collective(*place, why, count * times, size, units))
+
+    def tensor_parallel(self) -> None:
+        """Boundaries of regions, partial gradients, and the loss."""
+        regions = sum(w.sharding == "row" for w in block_weights(self.model))
+        sequence_parallel, stream = self.options.sequence_parallel, self.stream
+        # (unit, inputs that enter a region, outputs that leave one)
+        for unit, enter, leave in (
+            ("block", regions, regions),
+            ("embedding", 0, 1),
+            ("head", 1, 0),
+        ):
+            if sequence_parallel:
+                for kind in ("all_gather", "reduce_scatter"):
+                    self.add((unit, "tp", kind), FORWARD_AND_BACKWARD, stream, enter + leave)
+                continue
+            for count, when in ((leave, "forward"), (enter, "backward")):
+                if count:
+                    self.add((unit, "tp", "all_reduce"), f"activations, {when}", stream, count)
+        if numel := self._partial_gradients():
+            why, size = "gradients of replicated weights", numel * self.reduced_bytes
+            self.add(("all", "tp", "all_reduce"), why, size, times=1)
+        # The sum at the end of a block is not needed again; only a compiled block makes it.
+        sums, again = regions - (not self.options.compile), "activations, computed again"
+        if sequence_parallel:
+            gathers = ("block", "tp", "all_gather")
+            self.add(gathers, again, stream, regions, units=self.checkpointed)
+        kind = "reduce_scatter" if sequence_parallel else "all_reduce"
+        self.add(("block", "tp", kind), again, stream, sums, units=self.checkpointed)
+        for length, count in collections.Counter(self._loss_chunks()).items():
+            size = self.layout.batch_size * length * self.reduced_bytes
+            place = ("loss", "tp", "all_reduce")
+            self.add(place, "largest logit of each token", size, count)
+            self.add(place, "sum of exp, target logit", 2 * size, count)
+
+    def _loss_chunks(self) -> list[int]:
+        return chunk_lengths(self.local_len, self.options.loss_chunks)
+
+    def _partial_gradients(self) -> int:
+        """Elements of dp shards whose gradients are parts of sums over tp, on the first rank."""
+        layout, sequence_parallel = self.layout, self.options.sequence_parallel
+
+        def numel(weights: Sequence[Weight]) -> int:
+            shapes = [w.shape for w in weights if w.has_partial_grad(layout.tp, sequence_parallel)]
+            return sum(-(-rows // layout.shards) * math.prod(rest) for rows, *rest in shapes)
+
+        block = numel(block_weights(self.model))
+        return self.blocks * block + (numel(head_weights(self.model)) if self.last else 0)
+
+    def context_parallel(self) -> None:
+        """Keys and values of the whole sequence."""
+        kept = [a for a in block_activations(self.model) if a.whole_sequence]
+        width = sum(activation.local_width(self.layout.tp) for activation in kept)
+        size = self.layout.cp * self.tokens * width * self.options.dtype_bytes
+        gathers = ("block", "cp", "all_gather")
+        self.add(gathers, "keys and values", size)
+        self.add(gathers, "keys and values, again", size, units=self.checkpointed)
+        self.add(("block", "cp", "reduce_scatter"), "gradients of keys and values", size)
+
+    def compressed_gradients(self) -> None:
+        """What DDP's hooks send instead of whole gradients."""
+        compression = self.options.grad_compression
+        each = self.reduced_bytes if compression == "powersgd" else 2
+        for why, numel in _compressed(self.model, compression):
+            self.add(("all", "dp", "all_reduce"), f"gradients: {why}", numel * each, times=1)
+
+    def data_parallel(self) -> None:
+        """FSDP2's gathers and reductions."""
+        layout = self.layout
+        shards, replicas = layout.shards, layout.replicas
+        dim = "dp x cp" if layout.cp > 1 else "dp"
+        # ZeRO-1 and 0 first sum over the micro-batches.
+        times = layout.micro_batches if layout.zero >= 2 else 1
+        for unit, numel, gathers in fsdp_units(self.model, layout):
+            reduced = numel * self.reduced_bytes
+            if shards > 1:
+                gathered = numel * self.options.dtype_bytes
+                self.add((unit, dim, "all_gather"), "parameters", gathered, gathers, times=times)
+                self.add((unit, dim, "reduce_scatter"), "gradients", reduced, times=times)
+            if replicas > 1:
+                place, size = (unit, "dp_replicate", "all_reduce"), numel // shards
+                size *= self.reduced_bytes
+                self.add(place, "gradients of a shard", size, times=1)
+
+    def pipeline(self) -> None:
+        """What crosses the ends of the stages of a rank, once a micro-batch."""
+        here = {stage.index for stage in self.stages}
+        size = self.stream // (self.layout.tp if self.options.sequence_parallel else 1)
+        for stage in self.stages:
+            # Neighbours on one rank, as in the middle of a V, hand over in memory.
+            if not stage.first and (before := stage.index - 1) not in here:
+                self.add(("stage", "pp", "recv"), f"hidden states from stage {before}", size)
+                self.add(("stage", "pp", "send"), f"their gradients to stage {before}", size)
+            if not stage.last and (after := stage.index + 1) not in here:
+                self.add(("stage", "pp", "send"), f"hidden states to stage {after}", size)
+                self.add(("stage", "pp", "recv"), f"their gradients from stage {after}", size)
+
+
+def chunk_lengths(length: int, count: int) -> list[int]:
+    """Lengths of the parts that ``torch.chunk`` makes."""
     size = -(-length // count)
     return [min(size, length - start) for start in range(0, length, size)]
 
@@ -230,108 +246,24 @@ def _compressed(model: LlamaConfig, compression: str) -> list[tuple[str, int]]:
     ]
 
 
-def _fsdp_units(model: LlamaConfig, layout: Layout) -> list[tuple[str, int, int]]:
-    """(unit, elements of a tp rank with FSDP2's padding, gathers per communicating backward)."""
-    tp, d, head, dp = layout.tp, model.hidden_size, model.head_size, layout.shards
+def unit_numel(weights: Sequence[Weight], layout: Layout) -> int:
+    """Elements of an FSDP unit on the first tp rank, with FSDP2's padding."""
+    total = 0
+    for weight in weights:
+        rows, *columns = weight.local_shape(layout.tp)
+        # An uneven vocabulary is sharded over dp by columns.
+        if weight.sharding != "vocabulary" or weight.shape[0] % layout.tp == 0:
+            rows = -(-rows // layout.shards) * layout.shards
+        total += rows * math.prod(columns)
+    return total
 
-    def padded(rows: int, columns: int = 1) -> int:
-        return -(-rows // dp) * dp * columns
 
-    q, f = model.num_attention_heads * head // tp, model.intermediate_size // tp
-    kv = model.kv_heads * head // (tp if model.kv_heads % tp == 0 else 1)
-    matrices = padded(q, d) + 2 * padded(kv, d) + padded(d, q) + 2 * padded(f, d) + padded(d, f)
-    block = matrices + 2 * padded(d)
-    rows = -(-model.vocab_size // tp)
-    # An uneven vocabulary is cut over dp by columns.
-    table = padded(rows, d) if model.vocab_size % tp == 0 else rows * d
-    again = 2 if layout.zero == 3 else 1
+def fsdp_units(model: LlamaConfig, layout: Layout) -> list[tuple[str, int, int]]:
+    """(unit, elements of :func:`unit_numel`, gathers per communicating backward)."""
+    block = ("block", unit_numel(block_weights(model), layout), 2 if layout.zero == 3 else 1)
+    embedding, head = [embedding_weight(model)], head_weights(model)
     if model.tie_word_embeddings:
-        return [("block", block, again), ("embedding, norm and head", table + padded(d), 1)]
+        return [block, ("embedding, norm and head", unit_numel([*embedding, *head], layout), 1)]
     # The backward of the embedding does not need the table; the head is kept for its backward.
-    return [("block", block, again), ("embedding", table, 1), ("head", table + padded(d), 1)]
-
-
-def describe_pipeline(layout: Layout) -> str:
-    """Schedule, micro-batches and bubble in a line."""
-    m = layout.micro_batches
-    bubble = bubble_fraction(layout.pp_schedule, layout.pp, m)
-    return (
-        f"pipeline {layout.pp_schedule}: {m} micro-batches, {bubble:.1%} of a step is bubble "
-        "(if a backward takes twice a forward, and stages are equal)"
-    )
-
-
-def _stage_lines(model: LlamaConfig, layout: Layout, seq_len: int) -> list[str]:
-    table = [("stage", "pp rank", "holds", "parameters")]
-    numel = {name: math.prod(shape) for name, shape in model.parameter_shapes.items()}
-    for stage in layout.stages(model, seq_len):
-        holds = f"blocks {stage.blocks.start} to {stage.blocks.stop - 1}"
-        parts = [f"model.layers.{i}." for i in stage.blocks]
-        if stage.first:
-            holds, parts = f"embedding, {holds}", [*parts, "model.embed_tokens."]
-        if stage.last:
-            holds, parts = f"{holds}, norm, head", [*parts, "model.norm.", "lm_head."]
-        size = sum(n for name, n in numel.items() if name.startswith(tuple(parts)))
-        table.append((stage.index, stage.pp_rank, holds, f"{size:,}"))
-    return [describe_pipeline(layout), "", *columns(table), ""]
-
-
-def _block(row: ParameterRow) -> int | None:
-    number = re.match(r"model\.layers\.(\d+)\.", row.name)
-    return int(number[1]) if number else None
-
-
-def _equal_blocks_once(rows: list[ParameterRow]) -> list[ParameterRow]:
-    """The rows, with one block for all that follow it and are equal, as ``model.layers.0-31``."""
-    groups = []  # first and last block, and the rows of each, named within it
-    for number, block in itertools.groupby(rows, _block):
-        parts = [replace(x, name=x.name.removeprefix(f"model.layers.{number}.")) for x in block]
-        if groups and number is not None and groups[-1][1:] == [number - 1, parts]:
-            groups[-1][1] = number
-        else:
-            groups.append([number, number, parts])
-    shown = []
-    for first, last, parts in groups:
-        numbers = f"{first}" if first == last else f"{first}-{last}"
-        prefix = "" if first is None else f"model.layers.{numbers}."
-        shown += [replace(row, name=prefix + row.name) for row in parts]
-    return shown
-
-
-def format_plan(
-    rows: list[ParameterRow],
-    sent: dict[int, list[Collective]],
-    model: LlamaConfig,
-    layout: Layout,
-    seq_len: int,
-) -> str:
-    """The tables as text; S(d) is a shard of dim d, R a replica. Equal blocks are shown once.
-
-    Args:
-        rows: parameters of rank 0.
-        sent: collectives of a rank, by its coordinate in pp.
-    """
-    lines = [f"layout {layout.name}, rank 0 of {layout.world_size}", ""]
-    if layout.pp > 1:
-        lines += _stage_lines(model, layout, seq_len)
-    # Neither cuts a parameter: pp shares them out whole, and cp counts as dp.
-    hidden = {"cp", "pp"} | ({"tp"} if layout.tp == 1 else set())
-    dims = " ".join(d for d in layout.mesh_dims if d not in hidden)
-    dims = dims.replace(" dp", " dp x cp") if layout.cp > 1 else dims
-    table = [("parameter", "global shape", dims, "local shape", "bytes each")]
-    table += [
-        (r.name, r.shape, r.placements, r.local_shape, f"{r.bytes:,}")
-        for r in _equal_blocks_once(rows)
-    ]
-    lines += columns(table)
-    total = sum(row.bytes for row in rows)
-    lines += ["", f"total {total:,} bytes of {model.num_parameters:,} parameters on this rank", ""]
-    for pp_rank, found in sent.items():
-        table = [("unit", "dim", "collective", "per step", "bytes each", "what")]
-        for c in found:
-            unit = f"block (each of {c.units})" if c.unit == "block" else c.unit
-            table.append((unit, c.dim, c.kind, c.count, f"{c.bytes:,}", c.why))
-        if layout.pp > 1:
-            lines += [f"ranks of pp {pp_rank}", ""]
-        lines += [*(columns(table) if found else ["no collectives within the step"]), ""]
-    return "\n".join(lines[:-1])
+    ends = ("embedding", embedding), ("head", head)
+    return [block, *((name, unit_numel(weights, layout), 1) for name, weights in ends)]

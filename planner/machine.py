@@ -110,26 +110,48 @@ class Machine:
 
 def ranks_on_a_node(ranks: int, stride: int, node: int) -> int:
     """How many ranks of a group share a node of ``node`` ranks, wherever the group begins: where
-    groups do not line up with nodes, some are cut."""
+    groups do not line up with nodes, some lie on two."""
     return max(1, math.gcd(node, ranks * stride) // stride)
 
 
+def _table() -> dict[str, dict]:
+    return tomllib.loads(TABLE.read_text())
+
+
+def _plannable(entry: dict) -> bool:
+    """Whether an entry of the table has more than a peak."""
+    return "matmul_tflops" in entry
+
+
 def known_gpus() -> list[str]:
-    """The names in the table."""
-    return list(tomllib.loads(TABLE.read_text()))
+    """The names in the table for which a plan can be made."""
+    return [name for name, entry in _table().items() if _plannable(entry)]
+
+
+def _entry_name(device: str, table: dict[str, dict]) -> str | None:
+    """The entry with the most words of ``device``, as whole words: an RTX A1000 is not an A100."""
+    words = set(re.findall(r"[a-z0-9]+", device.lower()))
+    if "mig" in words:
+        return None
+    sizes = {name: entry["device"].lower().split() for name, entry in table.items()}
+    names = [name for name in table if words.issuperset(sizes[name])]
+    return max(names, key=lambda name: len(sizes[name]), default=None)
 
 
 def table_name(device: str) -> str | None:
-    """The table's name of a GPU that calls itself ``device``; None for one that is not in it, or a
-    part of one (MIG)."""
-    words = re.findall(r"[a-z0-9]+", device.lower())
-    if "nvl" in words or "mig" in words:
-        return None
-    if "a100" in words:
-        return "a100-40" if "40gb" in words else "a100-80"
-    if "h100" in words:
-        return "h100-pcie" if "pcie" in words else "h100"
-    return next((name for name in ("h200", "b200", "mi300x") if name in words), None)
+    """The name in the table of a GPU that calls itself ``device``; None for one that no plan can be
+    made for, or a part of one (MIG)."""
+    table = _table()
+    name = _entry_name(device, table)
+    return name if name and _plannable(table[name]) else None
+
+
+def peak_flops(device_name: str, dtype: str) -> float | None:
+    """Peak FLOP/s of a device of ``torch.cuda.get_device_name``; None for one that is not in the
+    table, for a part of one (MIG), and for any dtype but bfloat16."""
+    table = _table()
+    name = _entry_name(device_name, table) if dtype == "bfloat16" else None
+    return table[name]["peak_tflops"] * 1e12 if name else None
 
 
 def load_machine(gpu: str, calibration: Path | None = None, **changes: float) -> Machine:
@@ -139,33 +161,28 @@ def load_machine(gpu: str, calibration: Path | None = None, **changes: float) ->
         changes: fields that are not as in the table, such as ``nic_gbs``.
 
     Raises:
-        ConfigError: if there is no such GPU, or the file cannot be read or is of another one.
+        ConfigError: if the table does not have the GPU, or only its peak, or the file cannot be
+            read or is of another one.
     """
-    table = tomllib.loads(TABLE.read_text())
     if calibration:
         return replace(_read_calibration(calibration, gpu), **changes)
-    if gpu not in table:
-        raise ConfigError(f"--gpu {gpu}: not in the table; known: {', '.join(table)}")
-    return Machine(name=gpu, **{**table[gpu], **changes})
-
-
-_NUMBERS = {field.name for kind in (Machine, Constants) for field in fields(kind)} - {
-    "name", "constants", "source", "compiled", "dtype", "learnt"
-}  # fmt: skip
+    entry = _table().get(gpu)
+    if not entry:
+        raise ConfigError(f"--gpu {gpu}: not in the table; known: {', '.join(known_gpus())}")
+    if not _plannable(entry):
+        raise ConfigError(
+            f"--gpu {gpu}: the table has only its peak: use --calibrate on one, without --gpu"
+        )
+    return Machine(name=gpu, **{k: v for k, v in entry.items() if k != "device"} | changes)
 
 
 def _read_calibration(file: Path, gpu: str) -> Machine:
     try:
-        found = read_json(file, 1 << 20)
-        constants = Constants(**found.pop("constants"))
-        known = {field.name for field in fields(Machine)}
-        machine = Machine(**{k: v for k, v in found.items() if k in known}, constants=constants)
-        for name, value in {**vars(machine), **vars(constants)}.items():
-            number = isinstance(value, int | float) and not isinstance(value, bool)
-            if name in _NUMBERS and not (number and 0 < value < math.inf):
-                raise ValueError(f"{name} is {value!r}, not a number above 0")
-        if machine.node != int(machine.node):
-            raise ValueError(f"node is {machine.node}, not a whole number")
+        values = read_json(file, 1 << 20)
+        constants = Constants(**values.pop("constants"))
+        names = {field.name for field in fields(Machine)} & values.keys()
+        machine = Machine(**{name: values[name] for name in names}, constants=constants)
+        _check_numbers(machine)
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise ConfigError(
             f"--calibration {file}: cannot be read ({error}): measure it anew"
@@ -175,6 +192,17 @@ def _read_calibration(file: Path, gpu: str) -> Machine:
             f"--calibration {file} is of {machine.name}, and --gpu is {gpu}: leave out one of them"
         )
     return machine
+
+
+def _check_numbers(machine: Machine) -> None:
+    for owner in (machine, machine.constants):
+        for field in fields(owner):
+            value = getattr(owner, field.name)
+            number = isinstance(value, int | float) and not isinstance(value, bool)
+            if field.type in (int, float) and not (number and 0 < value < math.inf):
+                raise ValueError(f"{field.name} is {value!r}, not a number above 0")
+    if machine.node != int(machine.node):
+        raise ValueError(f"node is {machine.node}, not a whole number")
 
 
 def write_calibration(file: Path, machine: Machine, **about) -> None:

@@ -7,12 +7,12 @@ import statistics
 from dataclasses import dataclass
 
 from common.text import bytes_of, columns
+from models.config import LlamaConfig
 from parallel.layout import Layout
 from planner.machine import Machine
-from planner.memory import Memory, memory, memory_options
+from planner.memory import Memory, Options, memory
 from planner.report import TIMES
 from planner.time import Time, step_time
-from training.config.schema import Config
 
 SHORT = {"gathered": "gathered parameters", "unsharded_gradients": "whole gradients"}
 
@@ -44,25 +44,26 @@ class Prediction:
         items = sorted(vars(self.fullest).items(), key=lambda item: -item[1])
         items = [item for item in items if item[0] != smaller]
         parts = (f"{SHORT.get(name, name)} {bytes_of(n)}" for name, n in items if n)
-        found = [f"plan: {bytes_of(self.fullest.total)} on the fullest ranks ({', '.join(parts)})"]
+        size = bytes_of(self.fullest.total)
+        memory = f"plan: {size} on the fullest ranks ({', '.join(parts)})"
         if self.time is None:
-            return [*found, f"plan: no step time: {self.constants}"]
+            return [memory, f"plan: no step time: {self.constants}"]
         parts = (f"{TIMES[name]} {s:.3g} s" for name, s in vars(self.time).items() if s)
         total = f"{self.time.total:.3g} s a step"
-        return [*found, f"plan: {total} ({', '.join(parts)}), constants {self.constants}"]
+        return [memory, f"plan: {total} ({', '.join(parts)}), constants {self.constants}"]
 
-    def beside(self, held: tuple[int, int], rows: list[dict]) -> list[str]:
+    def beside(self, stored: tuple[int, int], rows: list[dict]) -> list[str]:
         """A table of it beside what was measured, for the end.
 
         Args:
-            held: bytes that rank 0 stores of parameters, and of optimizer state.
+            stored: bytes that rank 0 stores of parameters, and of optimizer state.
             rows: logged steps; the first, in which much happens once, is left out of the times.
         """
         table = [("", "planned", "measured")]
         if not self.offloaded:
             planned = self.own.parameters, self.own.optimizer
             names = "parameters of rank 0", "optimizer state of rank 0"
-            for name, *sizes in zip(names, planned, held, strict=True):
+            for name, *sizes in zip(names, planned, stored, strict=True):
                 table.append((name, *map(bytes_of, sizes)))
         if peaks := [row["peak_memory_bytes"] for row in rows if row["peak_memory_bytes"]]:
             what = "peak of the fullest rank" + ("" if self.cuda else " (resident set)")
@@ -80,30 +81,26 @@ class Prediction:
                 ("waiting for data", self.time and 0.0, data),
                 ("whole step", self.time and self.time.total, step),
             ):
-                known = "-" if seconds is None else f"{seconds:.3g} s"
-                table.append((name, known, f"{measured:.3g} s"))
+                planned = "-" if seconds is None else f"{seconds:.3g} s"
+                table.append((name, planned, f"{measured:.3g} s"))
         return columns(table) if len(table) > 1 else []
 
 
 def predict(
-    config: Config,
+    model: LlamaConfig,
     layout: Layout,
+    options: Options,
     machine: Machine | None,
-    *,
-    cuda: bool,
     unknown: str = "",
 ) -> Prediction:
     """What the formulas say of a run.
 
     Args:
-        config: its vocabulary is set.
+        model: its vocabulary is set.
         machine: its device; None where nothing is known of it, which ``unknown`` explains.
-        cuda: whether it runs on CUDA.
     """
-    model, seq_len = config.model, config.step.seq_len
-    options = memory_options(config, cuda)
-    stages = layout.stages(model, seq_len)
-    held = [
+    stages = layout.stages(model, options.seq_len)
+    memories = [
         memory(model, layout, options, [s for s in stages if s.pp_rank == pp_rank])
         for pp_rank in range(layout.pp)
     ]
@@ -111,5 +108,5 @@ def predict(
     if machine:
         time = step_time(model, layout, options, machine, stages)
         constants = machine.source or f"of the table for {machine.name}, not calibrated"
-    fullest = max(held, key=lambda memory: memory.total)
-    return Prediction(held[0], fullest, time, constants, cuda, options.cpu_offload)
+    fullest = max(memories, key=lambda memory: memory.total)
+    return Prediction(memories[0], fullest, time, constants, options.cuda, options.cpu_offload)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from common.errors import LayoutError
 from common.text import GIB
 from models.config import LlamaConfig
-from parallel.layout import Layout, divisors, make_layout, use_sequence_parallel
+from parallel.layout import Dims, Layout, divisors, make_layout, use_sequence_parallel
 from parallel.rules import check_pipeline, check_tensor_parallel
 from parallel.stages import SCHEDULES, Stage
 from planner.machine import Machine, ranks_on_a_node
@@ -35,8 +35,7 @@ TOO_MUCH = "too much memory"
 # Two layouts on one machine share most of a formula's error; what is left has a median of about
 # this part (docs/planning.md). Nearer ones are a tie.
 TIE = 0.05
-# From the fastest to the smallest. Selective checkpointing is not tried: it keeps about as much as
-# none, under tensor parallelism more.
+# From the fastest to the smallest.
 CHECKPOINTING, LOSS_CHUNKS = ("none", "full"), (1, 8)
 # Tried where nothing is to be kept. GPipe and DualPipeV wait as long as 1F1B and ZBV, and hold
 # more.
@@ -136,7 +135,7 @@ class Search:
         ranks = gpus // (shape["pp"] * shape["cp"] * shape["tp"])
         zeros = (keep["zero"],) if "zero" in keep else ZEROS
         if "zero" not in keep and shape["dp_replicate"] > 1:
-            zeros = [z for z in zeros if z >= 2]  # replicas of ZeRO-1 would share out less
+            zeros = [z for z in zeros if z >= 2]  # replicas of ZeRO-1 would shard less
         elif "zero" not in keep and ranks == 1:
             zeros = [z for z in zeros if z]  # which is ZeRO-1 where there are no replicas
         schedules = ("1f1b",) if shape["pp"] == 1 else SCHEDULES_TRIED
@@ -164,7 +163,9 @@ class Search:
         Raises:
             LayoutError: if it cannot be built.
         """
-        layout = make_layout(global_batch_size=self.global_batch_size, **sizes)
+        dims = Dims(**{name: sizes.pop(name) for name in DIMS if name in sizes})
+        world_size = sizes.pop("world_size")
+        layout = make_layout(world_size, dims, global_batch_size=self.global_batch_size, **sizes)
         sequence_parallel = self._options(layout).sequence_parallel
         check_tensor_parallel(self.model, layout, self.options.seq_len, sequence_parallel)
         check_pipeline(self.model, layout, checkpoint, self.options.compile)
@@ -190,9 +191,10 @@ class Search:
             lambda: micro_batch_bytes(model, layout, options),
         )
         units = self._once((x.tp, x.shards), lambda: unit_sizes(model, layout))
-        ranks = self._once((x.pp, x.pp_schedule), lambda: self._largest(layout))
-        found = [(rank_memory(x, options, held, units, micro), held.pp_rank) for held in ranks]
-        return max(found, key=lambda pair: pair[0].total) if len(found) > 1 else found[0]
+        mode = options.activation_checkpoint
+        ranks = self._once((x.pp, x.pp_schedule, mode), lambda: self._largest(layout, mode))
+        memories = [(rank_memory(x, options, here, units, micro), here.pp_rank) for here in ranks]
+        return max(memories, key=lambda pair: pair[0].total) if len(memories) > 1 else memories[0]
 
     def _once(self, key: tuple, make: Callable):
         """What layouts have in common is worked out once."""
@@ -200,7 +202,7 @@ class Search:
             self._known[key] = make()
         return self._known[key]
 
-    def _largest(self, layout: Layout) -> list[Holding]:
+    def _largest(self, layout: Layout, mode: str) -> list[Holding]:
         """Of the ranks that may hold most.
 
         The later a rank, the fewer micro-batches it has in flight; in a V, the fewer of one stage
@@ -208,14 +210,14 @@ class Search:
         the last.
         """
         if layout.pp == 1:
-            return [holding(self.model, ())]
+            return [holding(self.model, (), mode)]
         kinds = {}
         stages = sorted(self.stages(layout), key=lambda stage: stage.pp_rank)
         for _, here in itertools.groupby(stages, lambda stage: stage.pp_rank):
-            held = holding(self.model, list(here))
-            kinds[held[1:]] = [*kinds.get(held[1:], ())[:1], held]
+            part = holding(self.model, list(here), mode)
+            kinds[part[1:]] = [*kinds.get(part[1:], ())[:1], part]
         v_shaped = SCHEDULES[layout.pp_schedule].v_shaped
-        return [held for kind in kinds.values() for held in (kind if v_shaped else kind[:1])]
+        return [part for kind in kinds.values() for part in (kind if v_shaped else kind[:1])]
 
     def plan(self, layout: Layout, savers: tuple[str, int]) -> Plan:
         """What a layout holds with this checkpointing and these chunks of the loss."""

@@ -6,16 +6,16 @@ has the errors against published runs).
 
 import collections
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 from models.config import LlamaConfig
+from models.weights import block_activations, block_weights
 from parallel.layout import Layout
+from parallel.options import checkpoint_every
 from parallel.stages import Stage, bubble_fraction
 from planner.collectives import collectives
 from planner.machine import Machine
-from planner.memory import OURS, Facts, Options, stage_parameters
-
-DTYPES = {2: "bfloat16", 4: "float32", 8: "float64"}
+from planner.memory import Options, stage_parameters
 
 
 @dataclass(frozen=True)
@@ -42,33 +42,31 @@ class Time:
 
 
 def block_seconds(
-    model: LlamaConfig,
-    layout: Layout,
-    options: Options,
-    machine: Machine,
-    facts: Facts = OURS,
-) -> float:
-    """Computing of a block, forward and backward, of one micro-batch.
+    model: LlamaConfig, layout: Layout, options: Options, machine: Machine
+) -> tuple[float, float]:
+    """Computing of a block, forward and backward, of one micro-batch; and of its forward alone.
 
     A backward has twice the matrix products, 2.5 times the FLOPs of attention (flash attention
-    computes its scores again; Dao 2023), and twice the rest. Elementwise operations read and write
-    28D for the norms and the stream, 16f for SwiGLU and 12 (q + 2k) bytes a token in a forward in
-    16 bits; compilation leaves about half. Full checkpointing repeats the forward, selective what
-    is elementwise.
+    computes its scores again; Dao 2023), and twice the rest. The table of activations has what
+    elementwise operations read and write; compilation leaves about half.
     """
-    tp, d, c = layout.tp, model.hidden_size, options.dtype_bytes
-    tokens = layout.batch_size * options.seq_len // layout.cp
-    heads, kv = model.num_attention_heads * model.head_size, model.kv_heads * model.head_size
-    kv_rows = max(kv // tp, model.head_size)
-    f = model.intermediate_size // tp
-    products = [(d, heads // tp)] * 2 + [(d, kv_rows)] * 2 + [(d, f)] * 3
-    matmul = sum(machine.product_seconds(2 * tokens * a * b) for a, b in products)
-    attention = machine.attention_seconds(2 * tokens * options.seq_len * heads // tp)
-    stream = facts.stream_bytes * d / (tp if options.sequence_parallel else 1)
-    moved = tokens * c / 2 * (stream + 16 * f + 12 * (heads // tp + 2 * kv_rows))
+    tp, tokens = layout.tp, layout.batch_size * options.seq_len // layout.cp
+    matmul = sum(
+        machine.product_seconds(2 * tokens * weight.product_numel(tp))
+        for weight in block_weights(model)
+        if weight.multiplied
+    )
+    width = model.num_attention_heads * model.head_size
+    attention = machine.attention_seconds(2 * tokens * options.seq_len * width // tp)
+    traffic = sum(
+        kept.traffic
+        * kept.local_width(tp)
+        / (tp if kept.sharding == "stream" and options.sequence_parallel else 1)
+        for kept in block_activations(model)
+    )
+    moved = tokens * options.dtype_bytes / 2 * traffic
     rest = machine.memory_seconds(moved) * (0.5 if options.compile else 1)
-    again = {"none": 0.0, "selective": rest, "full": matmul + attention + rest}
-    return 3 * matmul + 3.5 * attention + 3 * rest + again[options.activation_checkpoint]
+    return 3 * matmul + 3.5 * attention + 3 * rest, matmul + attention + rest
 
 
 def head_seconds(model: LlamaConfig, layout: Layout, options: Options, machine: Machine) -> float:
@@ -86,7 +84,7 @@ def step_time(
     options: Options,
     machine: Machine,
     stages: Sequence[Stage] = (),
-    facts: Facts = OURS,
+    block: float | None = None,
 ) -> Time:
     """Of one optimizer step; ``planner/collectives.py`` counts what is sent.
 
@@ -96,27 +94,27 @@ def step_time(
 
     Args:
         stages: of the whole pipeline.
-        facts: of another trainer.
+        block: seconds of computing a block, forward and backward; None: by formula.
     """
-    m = layout.micro_batches
+    m, every = layout.micro_batches, checkpoint_every(options.activation_checkpoint)
     sent = _sent_seconds(model, layout, options, machine)
-    block = block_seconds(model, layout, options, machine, facts)
+    if block is None:
+        block, forward = block_seconds(model, layout, options, machine)
+        block += forward / every if every else 0.0
     head = head_seconds(model, layout, options, machine)
-    c, full = machine.constants, options.activation_checkpoint == "full"
-    queued = c.host * (1 / 9 if options.compile else 1) * (4 / 3 if full else 1)
+    c = machine.constants
+    queued = c.host * (1 / 9 if options.compile else 1) * (1 + (1 / (3 * every) if every else 0))
     tp, cp = sent["block", "tp"] / m, sent["block", "cp"] / m
     waits = max(0.0, queued - block - tp - cp)
     ends = sent["embedding", "tp"] / m, (sent["head", "tp"] + sent["loss", "tp"]) / m
 
-    def seconds(held: tuple[int, bool, bool]) -> float:
-        n, first, last = held
+    def seconds(part: tuple[int, bool, bool]) -> float:
+        n, first, last = part
         return n * (block + tp + cp + waits) + first * ends[0] + last * (ends[1] + head)
 
-    n, first, last = max(_held(model, layout, stages), key=seconds)
+    n, first, last = max(_parts(model, stages), key=seconds)
     compute, units = n * block + last * head, {"block": n, "embedding": first, "head": last}
-    bubble = facts.bubble
-    if bubble is None:
-        bubble = bubble_fraction(layout.pp_schedule, layout.pp, m) if layout.pp > 1 else 0.0
+    bubble = bubble_fraction(layout.pp_schedule, layout.pp, m) if layout.pp > 1 else 0.0
     shard = stage_parameters(model, layout) * n / model.num_hidden_layers / layout.shards
     return Time(
         compute=m * compute,
@@ -130,14 +128,14 @@ def step_time(
     )
 
 
-def _held(model: LlamaConfig, layout: Layout, stages: Sequence[Stage]) -> set[tuple]:
+def _parts(model: LlamaConfig, stages: Sequence[Stage]) -> set[tuple[int, bool, bool]]:
     """Of the ranks of each pipeline coordinate: number of blocks, and whether the ends."""
-    found = {}
+    parts: dict[int, tuple[int, bool, bool]] = {}
     for stage in stages:
-        n, first, last = found.get(stage.pp_rank, (0, False, False))
-        held = n + len(stage.blocks), first or stage.first, last or stage.last
-        found[stage.pp_rank] = held
-    return set(found.values()) or {(model.num_hidden_layers, True, True)}
+        n, first, last = parts.get(stage.pp_rank, (0, False, False))
+        here = n + len(stage.blocks), first or stage.first, last or stage.last
+        parts[stage.pp_rank] = here
+    return set(parts.values()) or {(model.num_hidden_layers, True, True)}
 
 
 def _sent_seconds(model, layout, options, machine) -> collections.defaultdict:
@@ -150,26 +148,19 @@ def _sent_seconds(model, layout, options, machine) -> collections.defaultdict:
         "dp x cp": (layout.shards, layout.tp),
         "dp_replicate": (layout.replicas, layout.tp * layout.shards),
     }
-    found = collections.defaultdict(float)
-    for row in collectives(
-        model,
-        layout,
-        seq_len=options.seq_len,
-        sequence_parallel=options.sequence_parallel,
-        dtype=DTYPES[options.dtype_bytes],
-        activation_checkpoint=options.activation_checkpoint,
-        compile=options.compile,
-        loss_chunks=options.loss_chunks,
-    ):
+    seconds: collections.defaultdict = collections.defaultdict(float)
+    # Gradients are sent whole: compression is not planned.
+    whole = replace(options, grad_compression="none")
+    for row in collectives(model, layout, whole, options.seq_len):
         ranks, stride = dims[row.dim]
-        seconds = row.count * machine.collective_seconds(
-            row.bytes, ranks, stride, row.kind, layout.world_size
-        )
+        one = machine.collective_seconds(row.bytes, ranks, stride, row.kind, layout.world_size)
         dim = row.dim
         if dim not in ("tp", "cp"):
             dim = "each" if layout.zero >= 2 and dim != "dp_replicate" else "once"
-        found[row.unit, dim] += seconds
-    return found
+        # Of blocks, a part of which sends something again, the mean.
+        part = row.units / model.num_hidden_layers if row.unit == "block" else 1
+        seconds[row.unit, dim] += part * row.count * one
+    return seconds
 
 
 def _fsdp_seconds(sent, units: dict[str, int], hidden: float, m: int) -> float:

@@ -34,7 +34,7 @@ SETTINGS = {
     "zero 1": [("layout", "zero", 1)],
     "zero 0": [("layout", "zero", 0)],
     "tied": [("model", "tie_word_embeddings", True)],
-    "selective": [("memory", "activation_checkpoint", "selective")],
+    "every-2": [("memory", "activation_checkpoint", "every-2")],
     "full": [("memory", "activation_checkpoint", "full")],
     "compile": [("memory", "compile", True)],
     "offload": [("memory", "cpu_offload", True)],

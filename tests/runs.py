@@ -150,9 +150,10 @@ def wandb_records(path):
 
 
 def read_wandb(run_dir):
-    """Ids, history rows and metric definitions of every wandb folder of a run directory."""
+    """Ids and metric definitions of every wandb folder of a run directory; the newest's rows."""
     found = SimpleNamespace(ids=[], rows=[], axes=[], config={})
-    for path in sorted(run_dir.glob("wandb/*run-*/*.wandb")):
+    for path in sorted(run_dir.glob("wandb/*run-*/*.wandb"), key=os.path.getmtime):
+        found.rows = []
         for item in wandb_records(path):
             if item.WhichOneof("record_type") == "run":
                 found.ids.append(item.run.run_id)

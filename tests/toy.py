@@ -18,13 +18,13 @@ from parallel.grad_compression import replicate
 from parallel.launch import Launch
 from parallel.layout import Layout
 from parallel.mesh import Ranks, make_mesh
+from parallel.options import ParallelOptions
 from parallel.pipeline import Pipeline
-from planner.collectives import parameter_rows
+from planner.print_plan import parameter_rows
 from training.config.schema import OptimizerSection
-from training.loop import Batch
 from training.loss import IGNORE_INDEX
 from training.optimizers.sharded import ShardedOptimizer
-from training.step import FaultFlag, batch_loss, optimizer_step
+from training.step import Batch, Engine, StepResult, batch_loss, forward_backward, update
 
 # Eight heads, so that every layout of eight ranks divides them; four key/value heads, so that
 # tp 8 has fewer of them than ranks.
@@ -54,10 +54,8 @@ def make_layout(
     """The layout of all ranks of this process's group."""
     ranks = dist.get_world_size() // tp // cp // pp
     size = GLOBAL_BATCH // ranks // micro_batches
-    return Layout(
-        ranks // rep, tp, size, micro_batches,
-        dp_replicate=rep, cp=cp, zero=zero, pp=pp, pp_schedule=schedule,
-    )  # fmt: skip
+    dims = {"dp_replicate": rep, "cp": cp, "zero": zero, "pp": pp, "pp_schedule": schedule}
+    return Layout(ranks // rep, tp, size, micro_batches, **dims)
 
 
 @functools.cache
@@ -84,17 +82,17 @@ def make_model(
 
     Its attribute ``pipeline`` runs the micro-batches; None without a pipeline.
 
-    ``memory``: the memory savers among the options of :func:`parallel.parallelize`.
+    ``memory``: the memory savers among the :class:`parallel.options.ParallelOptions`.
     """
     compute = getattr(torch, dtype)
+    options = ParallelOptions(sequence_parallel=sp, dtype=dtype, **(memory or {}))
     if memory and memory.get("compile"):
         torch.compiler.reset()  # what other runs of this process have compiled counts to a limit
     with torch.device("meta"):
         model = Llama(LlamaConfig(**(MODEL | fields)))
         model.to(torch.promote_types(compute, torch.float32))
-    options = {"sequence_parallel": sp, "zero": zero, "dtype": compute, **(memory or {})}
     stages = layout.rank_stages(model.config, SEQ_LEN, ranks.pp_rank) if layout else []
-    parts = parallelize(model, ranks.mesh, stages=stages, **options)
+    parts = parallelize(model, ranks.mesh, options, zero=zero, stages=stages)
     model.to_empty(device="cpu")
     init_weights(model, seed=0)
     model.pipeline = None
@@ -151,6 +149,20 @@ def whole(model: Llama, of: Callable[[torch.nn.Parameter], torch.Tensor]) -> dic
     return {name: array for named in everyone for name, array in named.items()}
 
 
+def one_step(
+    engine: Engine,
+    batch: Batch,
+    target_tokens: int = GLOBAL_BATCH * SEQ_LEN,
+    *,
+    step: int,
+    lr: float,
+    grad_clip: float = 1.0,
+) -> StepResult:
+    """An optimizer step as the training loop makes it."""
+    share = forward_backward(engine, batch, target_tokens)
+    return update(engine, share, step=step, lr=lr, grad_clip=grad_clip)
+
+
 def train_toy(
     tp: int = 1,
     *,
@@ -177,25 +189,19 @@ def train_toy(
     defaults = {"optimizer": "sgd", "lr": 0.3, "weight_decay": 0.1, "grad_clip": 0.5}
     section = OptimizerSection(**(defaults | (optimizer or {})))
     updater = ShardedOptimizer(model, section)
-    fault, grads, losses, norms = FaultFlag(ranks.device), {}, [], []
-    vocab = model.config.vocab_size
+    grads, losses, norms, vocab = {}, [], [], model.config.vocab_size
     trained = replicate(model, (options.get("memory") or {}).get("grad_compression", "none"))
-
-    def keep_grads() -> None:
-        if not grads:
-            grads.update(whole(model, lambda p: p.grad))
-
+    engine = Engine(trained, updater, layout, ranks, model.pipeline)
     for step in range(steps):
         _, targets = global_batch(step, vocab, mask)
         target_tokens = int((targets != IGNORE_INDEX).sum())
         if not target_tokens:
             continue
         batch = local_batch(step, ranks, micro_batches, vocab, mask)
-        result = optimizer_step(
-            trained, updater, batch, target_tokens, ranks,
-            zero=zero, pipeline=model.pipeline, lr=section.lr, grad_clip=section.grad_clip,
-            step=step + 1, fault=fault, while_reducing=keep_grads,
-        )  # fmt: skip
+        share = forward_backward(engine, batch, target_tokens)
+        grads = grads or whole(model, lambda p: p.grad)
+        clip = section.grad_clip
+        result = update(engine, share, step=step + 1, lr=section.lr, grad_clip=clip)
         losses.append(result.loss.item())
         norms.append(result.grad_norm.item())
     everyone = [None] * dist.get_world_size()

@@ -1,38 +1,24 @@
 """The loss over held-out documents."""
 
-from typing import TYPE_CHECKING
-
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from parallel.context_parallel import local_tokens
 from parallel.data_parallel import reshard
-from parallel.layout import Layout
-from parallel.mesh import Ranks
 from training.config.schema import Config
 from training.data.batches import TokenData, eval_batches, num_eval_batches
 from training.loss import IGNORE_INDEX
-from training.step import batch_loss
-
-if TYPE_CHECKING:
-    from parallel.pipeline import Pipeline
+from training.step import Engine, batch_loss
 
 
 @torch.no_grad()
-def evaluate(
-    model: nn.Module,
-    data: TokenData,
-    config: Config,
-    layout: Layout,
-    ranks: Ranks,
-    pipeline: "Pipeline | None" = None,
-) -> dict:
+def evaluate(engine: Engine, data: TokenData, config: Config) -> dict:
     """Mean loss per token over the held-out sequences, each counted once; same on every layout.
 
     Returns:
         ``eval_loss`` in nats per token and ``eval_tokens``, the number of targets.
     """
+    layout, ranks = engine.layout, engine.ranks
     total = torch.zeros(2, dtype=torch.float64, device=ranks.device)
     sizes = {
         "global_batch_size": config.step.global_batch_size,
@@ -52,12 +38,12 @@ def evaluate(
             tuple(local_tokens(x, ranks.cp, ranks.cp_rank).to(ranks.device) for x in pair)
             for pair in batch
         ]
-        if pipeline:
-            total[0] += pipeline.forward(batch)
+        if engine.pipeline:
+            total[0] += engine.pipeline.forward(batch)
         else:
-            total[0] += sum(batch_loss(model, *pair, ranks) for pair in batch)
+            total[0] += sum(batch_loss(engine.model, *pair, ranks) for pair in batch)
         total[1] += sum((targets != IGNORE_INDEX).sum() for _, targets in batch)
-    reshard(model)
+    reshard(engine.model)
     if ranks.tp_rank != 0:
         total.zero_()
     if ranks.pp_rank != 0:

@@ -1,35 +1,25 @@
-"""The training loop: one optimizer step, evaluation, and when to log, save and stop."""
+"""The training loop: the order of a step, and when to log, evaluate, save and stop."""
 
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from parallel.context_parallel import local_tokens
 from parallel.layout import Layout
 from parallel.mesh import Ranks
-from training.checkpoint.saver import Checkpointer, Progress
+from training.checkpoint.saver import Checkpointer, TrainState
 from training.config.schema import Config
 from training.data.batches import TokenData, prefetch, train_batch
 from training.evaluate import evaluate
 from training.loss import IGNORE_INDEX
 from training.optimizers.schedule import lr_at
-from training.optimizers.sharded import ShardedOptimizer
 from training.run import garbage
 from training.run.directory import LostRunError
-from training.run.fingerprints import Fingerprints
-from training.run.heartbeat import Heartbeat
-from training.run.metrics import Meter
+from training.run.observers import Observers
 from training.run.outcome import LOST, REASONS
-from training.run.profiler import Profiler
-from training.run.reporter import Reporter
-from training.step import Batch, FaultFlag, StepResult, optimizer_step
-
-if TYPE_CHECKING:
-    from parallel.pipeline import Pipeline
+from training.step import Batch, Engine, FaultFlag, StepResult, forward_backward, update
 
 
 class AgreedBatches:
@@ -48,6 +38,8 @@ class AgreedBatches:
         ranks: Ranks,
         stop_requested: Callable[[], str | None],
     ):
+        """``stop_requested`` says why this rank is to stop, or None."""
+
         def make(step: int) -> Batch:
             if ranks.pp_rank not in layout.data_pp_ranks:
                 return []
@@ -91,7 +83,7 @@ class AgreedBatches:
         self._upcoming = moved, vector, work
 
     def take(self) -> tuple[Batch, int, str | None]:
-        """The fetched batch, its global number of target tokens, and why to stop before it."""
+        """The fetched batch, the target tokens of all ranks, and why to stop before the batch."""
         batch, vector, work = self._upcoming
         work.wait()
         targets, *asked = vector.tolist()
@@ -105,140 +97,126 @@ class AgreedBatches:
 
 
 def train(
-    model: nn.Module,
-    optimizer: ShardedOptimizer,
+    engine: Engine,
     data: TokenData,
-    progress: Progress,
+    state: TrainState,
     config: Config,
-    layout: Layout,
-    ranks: Ranks,
-    *,
-    pipeline: "Pipeline | None" = None,
-    meter: Meter,
-    fingerprints: Fingerprints | None = None,
-    reporter: Reporter | None,
-    profiler: Profiler | None = None,
+    observers: Observers,
     checkpointer: Checkpointer,
-    heartbeat: Heartbeat,
     stop_requested: Callable[[], str | None],
 ) -> str | None:
-    """Train from ``progress`` to ``config.step.steps``, and save at the end.
+    """Train from ``state`` to ``config.step.steps``, and save at the end.
 
     Args:
-        pipeline: runs the micro-batches, where the model is cut into stages.
-        meter: times the steps.
-        fingerprints: records the first steps of the run for a comparison.
-        reporter: receives the metrics; None on all ranks but the first.
-        profiler: records chosen steps.
         checkpointer: saves now and then, and at the end.
-        heartbeat: is told the step and phase.
         stop_requested: why this rank is to stop, or None; all ranks stop at the same step.
 
     Returns:
-        Why it stopped early; None if it did not.
+        Why the training stopped early; None if it did not.
 
     Raises:
         NonFiniteError: at the next logged step or save, on all ranks; nothing is saved then.
         CheckpointError: if the last step cannot be saved.
         LostRunError: if the run directory is not that of this start any more; on all ranks.
     """
-    last, run = config.step.steps, config.run
+    last, fingerprints = config.step.steps, observers.fingerprints
     decay_steps = config.optimizer.lr_decay_steps or last
-    tokens_per_step = config.step.global_batch_size * config.step.seq_len
-    batches = AgreedBatches(data, progress.step, config, layout, ranks, stop_requested)
-    fault, stop = FaultFlag(ranks.device), None
-
-    def after_backward() -> None:
-        heartbeat.at(step, "waiting for the data of the next step")
-        batches.fetch()
-        heartbeat.at(step, "gradient norm and update")
-        meter.begin_update()
-
-    def save(write: Callable[[], None]) -> None:
-        fault.check(ranks)
-        if reporter:
-            reporter.sync()
-        write()
-
-    meter.restart()
-    for step in range(progress.step + 1, last + 1):
-        if profiler:
-            profiler.begin(step)
-        heartbeat.at(step, "agreeing on the batch")
+    tokens = config.step.global_batch_size * config.step.seq_len
+    ranks, at, stop = engine.ranks, observers.heartbeat.at, None
+    batches = AgreedBatches(data, state.step, config, engine.layout, ranks, stop_requested)
+    observers.meter.restart()
+    for step in range(state.step + 1, last + 1):
+        observers.profiler.begin(step)
+        at(step, "agreeing on the batch")
         batch, target_tokens, stop = batches.take()
-        if stop == LOST:
-            raise LostRunError(
-                f"--run-dir {config.run_dir} was moved or replaced, or its .lock was, while this "
-                "job ran: it stops, and writes nothing there; its checkpoints are where the "
-                "directory is"
-            )
         if stop:
+            _check_not_lost(stop, config)
             break
-        heartbeat.at(step, "forward and backward")
+        at(step, "forward and backward")
         lr, result = lr_at(config.optimizer, decay_steps, step), None
+        # All ranks know from the agreed count whether there is a target: no collective waits.
         if target_tokens:
-            if fingerprints:
-                fingerprints.begin(step, batch)
-            result = optimizer_step(
-                model, optimizer, batch, target_tokens, ranks,
-                zero=layout.zero, pipeline=pipeline, lr=lr,
-                grad_clip=config.optimizer.grad_clip, step=step, fault=fault,
-                while_reducing=after_backward, fingerprints=fingerprints,
-            )  # fmt: skip
-        else:
-            # All ranks know it from the agreed count, so no collective is left waiting.
-            after_backward()
-            progress.skipped_steps += 1
-        progress.step = step
-        progress.tokens += tokens_per_step
-        meter.add(tokens_per_step)
+            fingerprints.begin(step, batch)
+            share = forward_backward(engine, batch, target_tokens)
+        at(step, "waiting for the data of the next step")
+        batches.fetch()
+        at(step, "gradient norm and update")
+        observers.meter.begin_update()
+        if target_tokens:
+            fingerprints.gradients()
+            clip = config.optimizer.grad_clip
+            result = update(engine, share, step=step, lr=lr, grad_clip=clip)
+            fingerprints.end(result.loss, result.grad_norm)
+        state.count(tokens, skipped=not target_tokens)
+        observers.meter.add(tokens)
 
-        if step == 1 or step % run.log_every == 0 or step == last:
-            heartbeat.at(step, "logging")
-            _log(result, fault, lr, progress, batches, meter, reporter, ranks)
+        if step == 1 or _due(step, config.run.log_every) or step == last:
+            at(step, "logging")
+            _log(result, lr, state, batches, engine, observers)
         if _due(step, config.data.eval_every) and data.eval.len_with_tail:
-            heartbeat.at(step, "evaluation")
-            with meter.pause():
-                found = evaluate(model, data, config, layout, ranks, pipeline)
-                if reporter:
-                    reporter.log_eval({"step": step, **found})
-        if _due(step, run.checkpoint_every) and step < last:
-            heartbeat.at(step, "checkpoint")
-            with meter.pause():
-                save(checkpointer.save)
+            at(step, "evaluation")
+            _evaluate(step, engine, data, config, observers)
+        if _due(step, config.run.checkpoint_every) and step < last:
+            at(step, "checkpoint")
+            _save(engine, observers, checkpointer.save)
         garbage.collect(step)
-    if profiler:
-        profiler.stop()
-    heartbeat.at(progress.step, "last checkpoint")
-    save(checkpointer.finish)
+    observers.profiler.stop()
+    at(state.step, "last checkpoint")
+    _save(engine, observers, checkpointer.finish)
     return stop
+
+
+def _check_not_lost(stop: str, config: Config) -> None:
+    if stop == LOST:
+        raise LostRunError(
+            f"--run-dir {config.run_dir} was moved or replaced, or its .lock was, while this "
+            "job ran: it stops, and writes nothing there; its checkpoints are where the "
+            "directory is"
+        )
 
 
 def _log(
     result: StepResult | None,
-    fault: FaultFlag,
     lr: float,
-    progress: Progress,
+    state: TrainState,
     batches: AgreedBatches,
-    meter: Meter,
-    reporter: Reporter | None,
-    ranks: Ranks,
+    engine: Engine,
+    observers: Observers,
 ) -> None:
-    loss, norm, faulty_step = _read(result, fault)
+    loss, norm, faulty_step = _read(result, engine.fault)
+    meter = observers.meter
     record = meter.record(
-        step=progress.step,
+        step=state.step,
         loss=loss,
         grad_norm=norm,
         lr=lr,
-        tokens=progress.tokens,
-        skipped_steps=progress.skipped_steps,
+        tokens=state.tokens,
+        skipped_steps=state.skipped_steps,
         data_seconds=batches.waited(),
-        peak_memory_bytes=_max_over_ranks(meter.peak_bytes(), ranks),
+        peak_memory_bytes=_max_over_ranks(meter.peak_bytes(), engine.ranks),
     )
-    if reporter:
-        reporter.log(record)
-    fault.check(ranks, faulty_step)
+    if observers.reporter:
+        observers.reporter.log(record)
+    engine.fault.check(engine.ranks, faulty_step)
     meter.restart()
+
+
+def _evaluate(
+    step: int, engine: Engine, data: TokenData, config: Config, observers: Observers
+) -> None:
+    with observers.meter.pause():
+        record = evaluate(engine, data, config)
+        if observers.reporter:
+            observers.reporter.log_eval({"step": step, **record})
+
+
+def _save(engine: Engine, observers: Observers, write: Callable[[], None]) -> None:
+    """Save with a method of the checkpointer, unless a step was not finite."""
+    with observers.meter.pause():
+        engine.fault.check(engine.ranks)
+        if observers.reporter:
+            observers.reporter.sync()
+        write()
 
 
 def _due(step: int, every: int) -> bool:

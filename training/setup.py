@@ -1,11 +1,10 @@
-"""What happens once between the first process group and the first step, and after the last."""
+"""What happens once, between the first process group and the first step."""
 
 import contextlib
 import json
 import os
 import platform
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -18,21 +17,20 @@ import torch
 import torch.distributed as dist
 
 from common.errors import ConfigError
-from common.files import REPO, write_atomic
+from common.files import git_commit, write_atomic
 from common.output import say
 from common.secrets import masked
 from common.text import rank_ranges
 from models.decoder import Llama
-from parallel import parallelize
+from models.hf import load_weights
+from models.initialization import init_weights
+from parallel.grad_compression import replicate
 from parallel.launch import Launch
 from parallel.layout import Layout
-from parallel.mesh import Ranks, make_mesh
+from parallel.mesh import Ranks
 from parallel.rendezvous import MeetingError, meet
 from parallel.rules import check_tensor_parallel
 from parallel.stages import Stage
-from planner.collectives import collectives, describe_pipeline, format_plan, parameter_rows
-from planner.machine import load_machine, table_name
-from planner.prediction import Prediction, predict
 from training.checkpoint.dcp_files import find_fault
 from training.checkpoint.folder import (
     DamageError,
@@ -42,16 +40,16 @@ from training.checkpoint.folder import (
     step_of,
 )
 from training.checkpoint.resume import check_resume, find_checkpoint, identity
-from training.checkpoint.saver import remove_partial
+from training.checkpoint.saver import Contents, remove_partial
 from training.config.schema import Config, flag, to_toml
 from training.data.batches import TokenData, open_tokens
-from training.data.tokenizer import Tokenizer, load_tokenizer
+from training.data.tokenizer import Tokenizer
 from training.data.tokens import prepare_tokens
 from training.run.directory import RunDir, rank_logger
 from training.run.launcher import report_failure
 from training.run.tokenizer import keep_tokenizer
 from training.start import launch_ids, refuse
-from training.step import batch_loss
+from training.step import Engine, batch_loss
 
 if TYPE_CHECKING:
     from parallel.pipeline import Pipeline
@@ -248,15 +246,6 @@ def begin_run(
     rank_logger(run, ranks.rank).info("started on %s as %s", socket.gethostname(), ranks.device)
 
 
-def git_commit() -> str | None:
-    """The commit that this code is of; None where it is in no repository."""
-    with contextlib.suppress(OSError, subprocess.SubprocessError):
-        here = ["git", "-C", str(REPO), "rev-parse", "HEAD"]
-        words = {"capture_output": True, "text": True, "check": True, "timeout": 30}
-        return subprocess.run(here, **words).stdout.strip()
-    return None
-
-
 def _start_record(layout: Layout, ranks: Ranks, hosts: list[str]) -> dict:
     on = {host: [r for r, at in enumerate(hosts) if at == host] for host in sorted(set(hosts))}
     return {
@@ -326,6 +315,24 @@ def parameter_dtype(config: Config) -> torch.dtype:
     return torch.promote_types(getattr(torch, config.step.dtype), torch.float32)
 
 
+def materialise(model: Llama, config: Config, ranks: Ranks, checkpoint: Path | None) -> None:
+    """Give the weights memory, and their first values unless a checkpoint has them."""
+    model.to_empty(device="cpu" if config.memory.cpu_offload else ranks.device)
+    if not checkpoint and config.init_from:
+        load_weights(config.init_from, model)
+    elif not checkpoint:
+        init_weights(model, config.step.seed)
+
+
+def make_engine(
+    config: Config, contents: Contents, layout: Layout, pipeline: "Pipeline | None"
+) -> Engine:
+    """What a step works with; a wrapper that compresses gradients is called in place of the model,
+    and has no part in the rest."""
+    called = replicate(contents.model, config.memory.grad_compression)
+    return Engine(called, contents.optimizer, layout, contents.ranks, pipeline)
+
+
 def make_pipeline(
     config: Config, parts: list[Llama], stages: list[Stage], layout: Layout, ranks: Ranks
 ) -> "Pipeline | None":
@@ -335,104 +342,5 @@ def make_pipeline(
     # Imported where it is used: it takes a second.
     from parallel.pipeline import Pipeline
 
-    return Pipeline(
-        parts, stages, layout, ranks, partial(batch_loss, ranks=ranks),
-        seq_len=config.step.seq_len, dtype=getattr(torch, config.step.dtype),
-    )  # fmt: skip
-
-
-def parallel_options(config: Config, ranks: Ranks) -> dict:
-    """The config's, as options of :func:`parallel.parallelize`."""
-    options = config.plan_options(cuda=ranks.device.type == "cuda")
-    return options | {"dtype": getattr(torch, config.step.dtype)}
-
-
-def print_plan(config: Config, layout: Layout, launch: Launch) -> None:
-    """Print what rank 0 would hold and send under ``layout``. One process stands for all ranks.
-
-    Of a pipeline, also what ranks of the second and the last coordinate send.
-    """
-    if launch.rank != 0:
-        return
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    with refusing(launch):
-        if config.model.vocab_size is None:
-            resolve_vocabulary(config, layout, load_tokenizer(config.data.tokenizer))
-    dist.init_process_group("fake", rank=0, world_size=layout.world_size, store=FakeStore())
-    ranks = Ranks(launch, torch.device("cpu"), make_mesh("cpu", layout), None, None)
-    options, seq_len = config.plan_options(cuda=False), config.step.seq_len
-    with torch.device("meta"):
-        model = Llama(config.model).to(parameter_dtype(config))
-    shown = sorted({0, min(1, layout.pp - 1), layout.pp - 1})
-    stages = {i: layout.rank_stages(config.model, seq_len, i) for i in shown}
-    laid_out = parallel_options(config, ranks)
-    parallelize(model, ranks.mesh, zero=layout.zero, stages=stages[0], **laid_out)
-    sent = {
-        i: collectives(config.model, layout, stages=stages[i], seq_len=seq_len, **options)
-        for i in shown
-    }
-    print(format_plan(parameter_rows(model), sent, config.model, layout, seq_len))
-    print(f"\n{predict(config, layout, None, cuda=False).lines()[0]}")
-    dist.destroy_process_group()
-
-
-def predict_run(config: Config, layout: Layout, device: torch.device) -> Prediction:
-    """What the planner says of the run; the table of GPUs is of bfloat16."""
-    cuda, dtype, file = device.type == "cuda", config.step.dtype, config.run.calibration
-    name = torch.cuda.get_device_name(device) if cuda else "a CPU"
-    machine = None
-    unknown = (
-        f"{name} in {dtype} is not in the table of GPUs (recipes.plan --calibrate measures it)"
-    )
-    if file:
-        machine = load_machine("", file)
-        if machine.dtype not in (None, dtype):
-            machine, unknown = None, f"{file} is of {machine.dtype}, and this is {dtype}"
-    elif cuda and dtype == "bfloat16" and (gpu := table_name(name)):
-        machine = load_machine(gpu)
-    return predict(config, layout, machine, cuda=cuda, unknown=unknown)
-
-
-def describe(
-    config: Config,
-    layout: Layout,
-    ranks: Ranks,
-    checkpoint: Path | None,
-    prediction: Prediction,
-) -> list[str]:
-    """What a person wants to see before the first step, a line each."""
-    step, model, options = config.step, config.model, parallel_options(config, ranks)
-    cuda = ranks.device.type == "cuda"
-    device = f"{torch.cuda.get_device_name()}, nccl" if cuda else "CPU, gloo"
-    sizes = {
-        "pp": layout.pp, "dp-replicate": layout.dp_replicate, "dp": layout.dp, "cp": layout.cp,
-        "tp": layout.tp,
-    }  # fmt: skip
-    dims = " x ".join(
-        f"{name} {size}" for name, size in sizes.items() if size > 1 or name in ("dp", "tp")
-    )
-    lines = [
-        f"layout {layout.name}: {dims} on {layout.world_size} processes ({device}), "
-        f"ZeRO-{layout.zero}, "
-        f"sequence parallel {'on' if options['sequence_parallel'] else 'off'}",
-        f"model {model.num_parameters:,} parameters, vocabulary {model.vocab_size}, {step.dtype}",
-        f"batch {step.global_batch_size} sequences of {step.seq_len} tokens a step = "
-        f"dp {layout.data_ranks} x {layout.micro_batches} micro-batches x {layout.batch_size} "
-        "sequences",
-    ]
-    if layout.pp > 1:
-        lines.append(describe_pipeline(layout))
-    compression = config.memory.grad_compression
-    if compression != "none" and layout.world_size > 1:
-        lines.append(f"gradients are sent as {compression}, which loses digits")
-    if checkpoint:
-        lines.append(f"resumed from {checkpoint}")
-        if compression == "powersgd" and layout.world_size > 1:
-            lines.append(
-                "what PowerSGD had kept back is not in a checkpoint: its error feedback begins at "
-                "zero, and this run differs a little from one that was not stopped"
-            )
-    elif config.init_from:
-        lines.append(f"initial weights from {config.init_from}")
-    return [*lines, *prediction.lines()]
+    loss, dtype = partial(batch_loss, ranks=ranks), getattr(torch, config.step.dtype)
+    return Pipeline(parts, stages, layout, ranks, loss, seq_len=config.step.seq_len, dtype=dtype)

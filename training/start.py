@@ -11,7 +11,7 @@ from common.errors import ConfigError
 from common.text import printable
 from models.hf import check_weights
 from parallel.launch import Launch, read_launch
-from parallel.layout import Layout, make_layout
+from parallel.layout import Layout
 from parallel.rules import check_grad_compression, check_pipeline, check_tensor_parallel
 from planner.machine import load_machine
 from training.checkpoint.folder import (
@@ -20,6 +20,7 @@ from training.checkpoint.folder import (
 from training.checkpoint.resume import check_resume, check_run_dir, find_checkpoint
 from training.config.checks import check_optimizer
 from training.config.command_line import parse_flags
+from training.config.options import config_layout
 from training.config.schema import Config
 from training.data.text_files import check_source
 from training.run.directory import RunDir
@@ -49,17 +50,7 @@ def check(config: Config, launch: Launch) -> Layout:
             f"--steps {step.steps} of --global-batch-size {step.global_batch_size} and --seq-len "
             f"{step.seq_len} are {tokens:.1e} tokens, which 64 bits do not count: use fewer"
         )
-    layout = make_layout(
-        world_size=config.layout.world_size or launch.world_size,
-        tp=config.layout.tp,
-        pp=config.layout.pp,
-        pp_schedule=config.layout.pp_schedule,
-        cp=config.layout.cp,
-        dp_replicate=config.layout.dp_replicate,
-        zero=config.layout.zero,
-        global_batch_size=step.global_batch_size,
-        batch_size=step.batch_size,
-    )
+    layout = config_layout(config, config.layout.world_size or launch.world_size)
     memory = config.memory
     check_pipeline(config.model, layout, memory.activation_checkpoint, memory.compile)
     sequence_parallel = config.layout.sequence_parallel == "on"
@@ -217,13 +208,6 @@ def load_config(argv: list[str]) -> tuple[Config, Layout, Launch]:
         print(
             f"train_llm.py: warning: --tp {config.layout.tp} spans nodes of "
             f"{launch.local_world_size} processes: tensor parallelism over a network is slow",
-            file=sys.stderr,
-        )
-    selective = config.memory.activation_checkpoint == "selective"
-    if launch.rank == 0 and config.layout.tp > 1 and selective and not planning:
-        print(
-            f"train_llm.py: warning: --activation-checkpoint selective keeps more than none with "
-            f"--tp {config.layout.tp}, since it keeps partial sums: use none or full",
             file=sys.stderr,
         )
     return config, layout, launch

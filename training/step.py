@@ -1,7 +1,7 @@
-"""One optimizer step."""
+"""One optimizer step: forward and backward of all micro-batches, then the update."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
@@ -9,69 +9,19 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.profiler import record_function
 
+from models.layers import Layer
 from parallel.data_parallel import begin_micro_batch
+from parallel.layout import Layout
 from parallel.mesh import Ranks
-from parallel.tensor_parallel import reduce_partial_gradients, rows_of
+from parallel.tensor_parallel import partial_modules, reduce_partial_gradients, rows_of
 from training.loss import chunked_cross_entropy_sum, cross_entropy_sum
 from training.optimizers.sharded import ShardedOptimizer
-from training.run.fingerprints import Fingerprints
 from training.run.outcome import NonFiniteError
 
 if TYPE_CHECKING:
     from parallel.pipeline import Pipeline
 
 Batch = list[tuple[Tensor, Tensor]]
-
-
-def batch_loss(model: nn.Module, inputs: Tensor, targets: Tensor, ranks: Ranks) -> Tensor:
-    """Summed loss in nats of one micro-batch [B, S]; equal on all tp ranks."""
-    rows = rows_of(model.config.vocab_size, ranks.tp, ranks.tp_rank)
-    mine = {"vocab_start": rows.start, "tp_group": ranks.tp_group}
-    chunks = model.lm_head.loss_chunks
-    if chunks == 1:
-        return cross_entropy_sum(model(inputs), targets, **mine)
-    return model(inputs, lambda x, w: chunked_cross_entropy_sum(x, w, targets, chunks, **mine))
-
-
-def forward_backward(
-    model: nn.Module,
-    batch: Batch,
-    target_tokens: int,
-    ranks: Ranks,
-    zero: int,
-    pipeline: "Pipeline | None" = None,
-) -> Tensor:
-    """Accumulate the gradient of the global mean loss over this rank's micro-batches.
-
-    Args:
-        target_tokens: number of targets of the whole optimizer step, over all ranks.
-        zero: stage of the layout.
-        pipeline: runs the micro-batches instead, where the model is cut into stages.
-
-    Returns:
-        float64 scalar: this dp rank's share of the global mean loss; zero on all pp ranks but one.
-    """
-    share = torch.zeros((), dtype=torch.float64, device=ranks.device)
-    if pipeline:
-        share, batch = pipeline.forward_backward(batch, target_tokens), []
-    for number, (inputs, targets) in enumerate(batch, start=1):
-        begin_micro_batch(model, zero=zero, last=number == len(batch))
-        with record_function("forward"):
-            loss = batch_loss(model, inputs, targets, ranks) / target_tokens
-        with record_function("backward"):
-            loss.backward()
-        share += loss.detach()
-    if ranks.tp_group:
-        reduce_partial_gradients(model, ranks.tp_group)
-    return share
-
-
-@dataclass
-class StepResult:
-    """Device scalars of one step: nothing here has been read by the host."""
-
-    loss: Tensor
-    grad_norm: Tensor
 
 
 class FaultFlag:
@@ -112,49 +62,96 @@ class FaultFlag:
         raise NonFiniteError(step, where, "the loss" if worst == 2 else "the gradient")
 
 
-def optimizer_step(
-    model: nn.Module,
-    optimizer: ShardedOptimizer,
-    batch: Batch,
-    target_tokens: int,
-    ranks: Ranks,
-    *,
-    zero: int,
-    pipeline: "Pipeline | None" = None,
-    lr: float,
-    grad_clip: float,
-    step: int,
-    fault: FaultFlag,
-    while_reducing: Callable[[], None] = lambda: None,
-    fingerprints: Fingerprints | None = None,
-) -> StepResult:
-    """Forward, backward, global norm, clip, update. The host never waits for the device here.
+@dataclass(frozen=True)
+class Engine:
+    """What a step works with.
+
+    Attributes:
+        model: what is called with a micro-batch: the model, or a wrapper that compresses gradients.
+        pipeline: runs the micro-batches instead, where the model is split into stages.
+    """
+
+    model: nn.Module
+    optimizer: ShardedOptimizer
+    layout: Layout
+    ranks: Ranks
+    pipeline: "Pipeline | None" = None
+
+    @cached_property
+    def partial(self) -> list[Layer]:
+        """Modules whose gradients are parts of sums over tp."""
+        return partial_modules(self.model)
+
+    @cached_property
+    def fault(self) -> FaultFlag:
+        """Notes the first step that is not finite."""
+        return FaultFlag(self.ranks.device)
+
+
+def batch_loss(model: nn.Module, inputs: Tensor, targets: Tensor, ranks: Ranks) -> Tensor:
+    """Summed loss in nats of one micro-batch [B, S]; equal on all tp ranks."""
+    rows = rows_of(model.config.vocab_size, ranks.tp, ranks.tp_rank)
+    mine = {"vocab_start": rows.start, "tp_group": ranks.tp_group}
+    chunks = model.lm_head.loss_chunks
+    if chunks == 1:
+        return cross_entropy_sum(model(inputs), targets, **mine)
+    return model(inputs, lambda x, w: chunked_cross_entropy_sum(x, w, targets, chunks, **mine))
+
+
+def forward_backward(engine: Engine, batch: Batch, target_tokens: int) -> Tensor:
+    """Accumulate the gradient of the global mean loss over this rank's micro-batches.
 
     Args:
         batch: this dp rank's micro-batches.
-        target_tokens: targets of the whole step, over all ranks and micro-batches.
-        zero, pipeline: as in :func:`forward_backward`.
-        grad_clip: largest global norm; 0 turns clipping off.
-        while_reducing: called after the backward is queued, to use the time.
+        target_tokens: targets of the whole optimizer step, over all ranks and micro-batches.
+
+    Returns:
+        float64 scalar: this dp rank's share of the global mean loss; zero on all pp ranks but one.
     """
-    share = forward_backward(model, batch, target_tokens, ranks, zero, pipeline)
-    while_reducing()
-    if fingerprints:
-        fingerprints.gradients()
+    ranks = engine.ranks
+    share = torch.zeros((), dtype=torch.float64, device=ranks.device)
+    if engine.pipeline:
+        share, batch = engine.pipeline.forward_backward(batch, target_tokens), []
+    for number, (inputs, targets) in enumerate(batch, start=1):
+        begin_micro_batch(engine.model, zero=engine.layout.zero, last=number == len(batch))
+        with record_function("forward"):
+            loss = batch_loss(engine.model, inputs, targets, ranks) / target_tokens
+        with record_function("backward"):
+            loss.backward()
+        share += loss.detach()
+    if ranks.tp_group:
+        reduce_partial_gradients(engine.partial, ranks.tp_group)
+    return share
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """Device scalars of one step: nothing here has been read by the host."""
+
+    loss: Tensor
+    grad_norm: Tensor
+
+
+def update(engine: Engine, share: Tensor, *, step: int, lr: float, grad_clip: float) -> StepResult:
+    """Global norm, clip, and update of the weights. The host never waits for the device here.
+
+    Args:
+        share: of :func:`forward_backward`.
+        grad_clip: largest global norm; 0 turns clipping off.
+    """
+    optimizer = engine.optimizer
     with record_function("gradient norm"):
         local = optimizer.local_sums(share)
         sums = local.clone()
-        if ranks.tp_rank != 0:
-            # All tp ranks of a dp rank hold the same loss; one of them counts.
+        if engine.ranks.tp_rank != 0:
+            # All tp ranks of a dp rank have the same loss; one of them counts.
             sums[1] = 0
         dist.all_reduce(sums)
         norm = sums[0].sqrt()
-        skip = fault.record(step, sums, local)
+        skip = engine.fault.record(step, sums, local)
         if grad_clip:
             optimizer.clip(norm, grad_clip)
     with record_function("update"):
         optimizer.step(lr, skip)
         optimizer.zero_grad()
-    if fingerprints:
-        fingerprints.end(sums[1], norm)
     return StepResult(loss=sums[1], grad_norm=norm)

@@ -17,30 +17,20 @@ from pathlib import Path
 from common.errors import ConfigError
 from common.files import names_in
 from common.output import run_command
-from common.text import rank_ranges
-from launch.diagnose.desync import Left, alike, collective_text, named, verdict, where
+from common.text import columns, rank_ranges
+from launch.diagnose.desync import PostMortem, alike, collective_text, named, verdict, where
 from training.run.directory import RunDir, read_object
 from training.run.waiting import current
 
 MAX_ROWS, MAX_LOGS = 30, 64
-RECORD = {
-    "rank",
-    "host",
-    "pid",
-    "time",
-    "request",
-    "step",
-    "phase",
-    "threads",
-    "collectives",
-    "groups",
-}
+RECORD = {"rank", "host", "pid", "time", "request"}
+RECORD |= {"step", "phase", "threads", "collectives", "groups"}
 STALE = 60  # seconds; more than an answer takes, or clocks differ
 CRASH = "Fatal Python error: "
 
 
-def load(path: Path, folder: str = "diagnosis") -> Left:
-    """What the latest start in a run directory has left.
+def load(path: Path, folder: str = "diagnosis") -> PostMortem:
+    """The post-mortem of the latest start in a run directory.
 
     Raises:
         FileNotFoundError: if there is no run in it.
@@ -59,7 +49,7 @@ def load(path: Path, folder: str = "diagnosis") -> Left:
         else:
             broken.append(file.name)
     beats = read_object(path / folder / "beats.json") or {}
-    # Without those that were left on an earlier request, by ranks that did not answer the last one.
+    # Ranks that did not answer the last request may still have the files of an earlier one.
     newest = max((record["time"] for record in records.values()), default=0.0)
     asked = beats.get("request", 0)
     records = {
@@ -69,12 +59,14 @@ def load(path: Path, folder: str = "diagnosis") -> Left:
     }
     start = starts[-1] if isinstance(starts[-1], dict) else {}
     size = start.get("world_size") or max([0, *records]) + 1
-    left = Left(records, beats.get("beats", []), size, start.get("hosts") or {}, broken)
+    post_mortem = PostMortem(
+        records, beats.get("beats", []), size, start.get("hosts") or {}, broken
+    )
     # A crash of the interpreter leaves its stacks in the log alone.
-    for rank in left.silent[:MAX_LOGS]:
+    for rank in post_mortem.silent[:MAX_LOGS]:
         if crash := _crash(run.log_file(rank)):
-            left.crashes[rank] = crash
-    return left
+            post_mortem.crashes[rank] = crash
+    return post_mortem
 
 
 def _crash(log: Path) -> str | None:
@@ -93,8 +85,8 @@ def _clock(seconds: float) -> str:
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
 
 
-def headline(path: Path, left: Left) -> list[str]:
-    """How the run stands by its status.json, and what that means if nothing else was left."""
+def headline(path: Path, post_mortem: PostMortem) -> list[str]:
+    """How the run stands by its status.json, and what that means without a post-mortem."""
     status = RunDir(path).read_status()
     if beginning := _beginning(path, status):
         return [beginning]
@@ -107,14 +99,16 @@ def headline(path: Path, left: Left) -> list[str]:
     if state != "running":
         why = f" ({status['reason']})" if status.get("reason") else ""
         lines = [f"It has {state} at step {status.get('step')} on {at}{why}: nothing is wrong."]
-        return lines + (["What follows was left earlier, on request."] if left.records else [])
+        return lines + (
+            ["What follows was left earlier, on request."] if post_mortem.records else []
+        )
     host, pid = status.get("host"), status.get("pid", 0)
     lines = [f"status.json says running since {at}, rank 0 being process {pid} on {host}."]
     if fault := status.get("checkpoint_fault"):
         lines.append(f"Its checkpoints fail: {fault}")
     lines.append(_last_logged(path))
     alive = _alive(pid) if host == socket.gethostname() else None
-    if left.records:
+    if post_mortem.records:
         lines.append(
             "Asked by a signal, ranks write up to two seconds apart: of a run that moves, no two "
             "are at one place. Ask twice: what hangs is where it was."
@@ -139,7 +133,7 @@ def headline(path: Path, left: Left) -> list[str]:
 
 
 def _beginning(path: Path, status: dict | None) -> str | None:
-    """What is to be said of a start that has taken the directory but not come to its first step."""
+    """A sentence about a start that has locked the directory but not begun to train."""
     lock = RunDir(path).lock_file
     try:
         host, pid = lock.read_text().split()
@@ -179,23 +173,23 @@ def _last_logged(path: Path) -> str:
         return "No step is logged."
 
 
-def causes(left: Left) -> list[str]:
+def causes(post_mortem: PostMortem) -> list[str]:
     """Who raised, crashed or is silent."""
     lines = []
-    raised, crashes, beats = left.raised, left.crashes, left.silent_beats()
+    raised, crashes, beats = post_mortem.raised, post_mortem.crashes, post_mortem.silent_beats()
     for (text, place), ranks in alike(raised, lambda r: (raised[r]["error"], where(raised[r]))):
         lines.append(f"{named(ranks, capital=True)} raised {text} (at {place}).")
     for (error, place), ranks in alike(crashes, lambda rank: _crash_place(crashes[rank])):
         lines.append(f"{named(ranks, capital=True)} crashed: {error} (at {place}).")
-    for (host, step, phase), ranks in alike(beats, beats.get) if left.records else []:
+    for (host, step, phase), ranks in alike(beats, beats.get) if post_mortem.records else []:
         last = "never heard of" if step is None else f"last heard in step {step}, {phase}"
         verb = "has" if len(ranks) == 1 else "have"
         lines.append(
             f"{named(ranks, capital=True)} on {host} {verb} left nothing (stopped, killed or cut "
             f"off): {last}."
         )
-    if left.broken:
-        lines.append(f"Cannot be read: {', '.join(left.broken[:5])}.")
+    if post_mortem.broken:
+        lines.append(f"Cannot be read: {', '.join(post_mortem.broken[:5])}.")
     return lines
 
 
@@ -206,7 +200,7 @@ def _crash_place(text: str) -> tuple[str, str]:
     return text.splitlines()[0].removeprefix(CRASH), next(places, "an unknown place")
 
 
-def table(left: Left) -> list[str]:
+def table(post_mortem: PostMortem) -> list[str]:
     """A line for all ranks that were at the same place."""
 
     def row(record: dict) -> tuple[str, ...]:
@@ -214,25 +208,23 @@ def table(left: Left) -> list[str]:
         return str(record["step"]), record["phase"], collective, where(record)
 
     rows = [("rank", "host", "step", "phase", "last collective", "our code")]
-    for cells, ranks in alike(left.records, lambda rank: row(left.records[rank])):
-        hosts = sorted({left.records[rank]["host"] for rank in ranks})
+    for cells, ranks in alike(post_mortem.records, lambda rank: row(post_mortem.records[rank])):
+        hosts = sorted({post_mortem.records[rank]["host"] for rank in ranks})
         host = hosts[0] if len(hosts) == 1 else f"{hosts[0]} and {len(hosts) - 1} more"
         rows.append((rank_ranges(ranks), host, *cells))
-    beats = left.silent_beats()
+    beats = post_mortem.silent_beats()
     for (host, step, phase), ranks in alike(beats, beats.get):
         rows.append((rank_ranges(ranks), host, str(step), phase, "left nothing", ""))
     more = len(rows) - 1 - MAX_ROWS
-    rows = rows[: MAX_ROWS + 1]
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    lines = ["  ".join(map(str.ljust, cells, widths)).rstrip() for cells in rows]
+    lines = columns(rows[: MAX_ROWS + 1])
     return lines + ([f"... and {more} more"] if more > 0 else [])
 
 
-def stacks(left: Left, rank: int) -> str | None:
-    """The stacks that a rank has left, the innermost call last; None if it has left none."""
-    record = left.records.get(rank)
+def stacks(post_mortem: PostMortem, rank: int) -> str | None:
+    """The stacks that a rank has written, the innermost call last; None if it has written none."""
+    record = post_mortem.records.get(rank)
     if record is None:
-        return left.crashes.get(rank)
+        return post_mortem.crashes.get(rank)
     lines = [f"rank {rank}, process {record['pid']} on {record['host']}, {_clock(record['time'])}"]
     for thread in record["threads"]:
         lines += ["", f"{thread['name']}:", *(f"  {frame}" for frame in thread["frames"][::-1])]
@@ -242,7 +234,7 @@ def stacks(left: Left, rank: int) -> str | None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Print the diagnosis of a run directory; the exit code."""
+    """Print the diagnosis of a run directory; returns the exit code."""
     parser = argparse.ArgumentParser(
         prog="python -m launch.diagnose",
         description=__doc__,
@@ -250,12 +242,12 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("run_dir", type=Path, help="the run directory (--run-dir of the training)")
     parser.add_argument("--stacks", type=int, metavar="RANK", help="print the stacks of one rank")
-    earlier = "what the start before the latest one has left"
-    parser.add_argument("--previous", action="store_true", help=earlier)
+    previous_help = "diagnose the start before the latest one"
+    parser.add_argument("--previous", action="store_true", help=previous_help)
     options = parser.parse_args(argv)
     path = options.run_dir
     try:
-        left = load(path, "diagnosis.previous" if options.previous else "diagnosis")
+        post_mortem = load(path, "diagnosis.previous" if options.previous else "diagnosis")
     except ConfigError as error:
         print(f"diagnose: error: {error}", file=sys.stderr)
         return 2
@@ -264,17 +256,17 @@ def main(argv: list[str] | None = None) -> int:
         print(f"{path} is no run directory: {missing}", file=sys.stderr)
         return 2
     if options.stacks is not None:
-        text = stacks(left, options.stacks)
+        text = stacks(post_mortem, options.stacks)
         print(text or f"rank {options.stacks} has left no stacks in {path}")
         return 0 if text else 1
-    lines = [] if options.previous else headline(path, left)
-    lines += causes(left) + verdict(left)
-    if left.records:
-        times = [record["time"] for record in left.records.values()]
+    lines = [] if options.previous else headline(path, post_mortem)
+    lines += causes(post_mortem) + verdict(post_mortem)
+    if post_mortem.records:
+        times = [record["time"] for record in post_mortem.records.values()]
         lines += [
             "",
-            f"Left on {_clock(max(times))}:",
-            *table(left),
+            f"As of {_clock(max(times))}:",
+            *table(post_mortem),
             "",
             f"Stacks: python -m launch.diagnose {path} --stacks RANK",
         ]

@@ -1,4 +1,4 @@
-"""Who waits for whom in which collective, from what the ranks have left. Torch-free."""
+"""Who waits for whom in which collective, from the post-mortems of the ranks. Torch-free."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -15,15 +15,15 @@ REPORTING = ("training/run/diagnosis.py", "training/run/heartbeat.py", "training
 
 
 @dataclass
-class Left:
-    """What the ranks of one start have left.
+class PostMortem:
+    """The post-mortem of one start: what each rank has written, and what else is on record.
 
     Attributes:
-        records: by rank, the diagnosis that it has written.
-        beats: of every rank the last :class:`training.run.heartbeat.Beat`, or nothing.
+        records: by rank, the diagnosis that the rank has written.
+        beats: the last :class:`training.run.heartbeat.Beat` of every rank, or nothing.
         hosts: the ranks on each host, as in run.json.
         broken: names of files that cannot be read.
-        crashes: by rank, what the interpreter wrote into its log when it crashed.
+        crashes: by rank, what the interpreter wrote into the log of the rank when it crashed.
     """
 
     records: dict[int, dict]
@@ -41,22 +41,22 @@ class Left:
     @property
     def raised(self) -> dict[int, dict]:
         """Records of ranks that raised an error of their own, the first one first."""
-        found = {r: x for r, x in self.records.items() if "error" in x and not x["lost_peer"]}
-        return dict(sorted(found.items(), key=lambda item: item[1]["time"]))
+        raised = {r: x for r, x in self.records.items() if "error" in x and not x["lost_peer"]}
+        return dict(sorted(raised.items(), key=lambda item: item[1]["time"]))
 
     def silent_beats(self) -> dict[int, tuple[str, int | None, str]]:
         """Host, last step and last phase of the ranks without a diagnosis, as far as known."""
         hosts = {rank: host for host, ranks in self.hosts.items() for rank in ranks_in(ranks)}
-        found = {}
+        last_seen = {}
         for rank in self.silent:
             if rank in self.crashes:
                 continue
             if rank < len(self.beats):
                 _, moves, step, phase, host = self.beats[rank][:5]
-                found[rank] = (host, step if moves >= 0 else None, phase)
+                last_seen[rank] = (host, step if moves >= 0 else None, phase)
             else:
-                found[rank] = (hosts.get(rank, "an unknown host"), None, "")
-        return found
+                last_seen[rank] = (hosts.get(rank, "an unknown host"), None, "")
+        return last_seen
 
     def last_number(self, rank: int, group: tuple[str, str]) -> int:
         """The number of a rank's last collective of a group (dim, members); 0 if none is known."""
@@ -92,13 +92,13 @@ def _op(entry: dict) -> str:
     return entry["op"].partition(":")[2] or entry["op"]
 
 
-def verdict(left: Left) -> list[str]:
+def verdict(post_mortem: PostMortem) -> list[str]:
     """Who called different collectives, who waits in which, and whom they wait for."""
-    lines, absent, raised, mismatches = [], set(), left.raised, _mismatches(left)
+    lines, absent, raised, mismatches = [], set(), post_mortem.raised, _mismatches(post_mortem)
     for (dim, members, number), kinds in list(mismatches.items())[:MAX_LINES]:
         calls = [f"{named(ranks)} called {', '.join(sorted(kind))}" for kind, ranks in kinds]
         lines.append(f"DESYNC in {dim} (ranks {members}), number {number}: {'; '.join(calls)}.")
-    waiting = _waiting(left, mismatches, raised)
+    waiting = _waiting(post_mortem, mismatches, raised)
     for (dim, op, number, _), (groups, ranks, behind) in list(waiting.items())[:MAX_LINES]:
         of = f"ranks {groups[0]}" if len(groups) == 1 else f"{len(groups)} groups"
         verb = "waits" if len(ranks) == 1 else "wait"
@@ -112,14 +112,14 @@ def verdict(left: Left) -> list[str]:
     if len(waiting) > MAX_LINES:
         lines.append(f"... and {len(waiting) - MAX_LINES} more collectives.")
     stuck = {rank for _, ranks, _ in waiting.values() for rank in ranks}
-    others = sorted(left.records.keys() - stuck - raised.keys())
-    if neighbours := [rank for rank in others if waits(left.records[rank])]:
+    others = sorted(post_mortem.records.keys() - stuck - raised.keys())
+    if neighbours := [rank for rank in others if waits(post_mortem.records[rank])]:
         verb = "waits" if len(neighbours) == 1 else "wait"
         lines.append(f"{named(neighbours, capital=True)} {verb} for a neighbour in the pipeline.")
         absent.update(others)
         stuck.update(neighbours)
-    idle = [r for r in sorted(absent - stuck) if r in left.records and r not in raised]
-    for place, ranks in alike(idle, lambda rank: where(left.records[rank])):
+    idle = [r for r in sorted(absent - stuck) if r in post_mortem.records and r not in raised]
+    for place, ranks in alike(idle, lambda rank: where(post_mortem.records[rank])):
         verb = "is" if len(ranks) == 1 else "are"
         lines.append(f"{named(ranks, capital=True)} {verb} in no collective, but at {place}.")
     return lines
@@ -134,7 +134,7 @@ def alike(ranks: Iterable[int], key: Callable[[int], Any]) -> list[tuple[Any, li
 
 
 def _waiting(
-    left: Left, mismatches: dict, raised: dict
+    post_mortem: PostMortem, mismatches: dict, raised: dict
 ) -> dict[tuple, tuple[list[str], list[int], list[int]]]:
     """By dim, op, number and whether somebody is missing: groups, who waits, who has not joined.
 
@@ -142,7 +142,7 @@ def _waiting(
     """
     merged: dict[tuple, tuple[list[str], list[int], list[int]]] = {}
     waiting: dict[tuple, list[int]] = {}
-    for rank, record in left.records.items():
+    for rank, record in post_mortem.records.items():
         entry = current(record)
         if entry and entry["state"] != "completed" and rank not in raised:
             number = None if entry["p2p"] else entry["number"]
@@ -151,32 +151,32 @@ def _waiting(
         behind = []
         if number is not None and members != UNKNOWN:
             others = sorted(ranks_in(members) - set(ranks))
-            behind = [r for r in others if left.last_number(r, (dim, members)) < number]
+            behind = [r for r in others if post_mortem.last_number(r, (dim, members)) < number]
         desync = (dim, members, number) in mismatches
-        found = merged.setdefault((dim, op, number, bool(behind) or desync), ([], [], []))
-        for whole, part in zip(found, ([members], ranks, behind), strict=True):
+        parts = merged.setdefault((dim, op, number, bool(behind) or desync), ([], [], []))
+        for whole, part in zip(parts, ([members], ranks, behind), strict=True):
             whole += part
     return merged
 
 
-def _mismatches(left: Left) -> dict[tuple, list[tuple[frozenset, list[int]]]]:
+def _mismatches(post_mortem: PostMortem) -> dict[tuple, list[tuple[frozenset, list[int]]]]:
     """Of each group (dim, members) the first number under which ranks called different things."""
     called: dict[tuple, dict[int, dict[int, set[str]]]] = {}
-    for rank, record in left.records.items():
+    for rank, record in post_mortem.records.items():
         for entry in record["collectives"] or []:
             if not entry["p2p"]:
                 by_number = called.setdefault(group_of(record, entry), {})
                 by_rank = by_number.setdefault(entry["number"], {})
                 by_rank.setdefault(rank, set()).add(_signature(entry))
-    found = {}
+    mismatches = {}
     for group, by_number in called.items():
         for number, by_rank in sorted(by_number.items()):
             kinds = alike(by_rank, lambda rank, calls=by_rank: frozenset(calls[rank]))
             # A coalesced call has several entries of one number, some of which may be cut off.
             if not all(kinds[0][0] & kind for kind, _ in kinds):
-                found[(*group, number)] = kinds
+                mismatches[(*group, number)] = kinds
                 break
-    return found
+    return mismatches
 
 
 def _signature(entry: dict) -> str:

@@ -9,29 +9,17 @@ directory. Exit codes: 0 all is well, 1 a fault, 2 bad flags.
 
 import argparse
 import os
-import secrets
-import shutil
 import sys
-import threading
 import time
-from typing import TYPE_CHECKING
 
 from common.errors import ConfigError
 from common.output import run_command
-from launch.preflight import gpus, network, node
-from launch.preflight.node import Report
-from parallel.layout import Layout
+from launch.preflight.node import Report, count
 from training.config.command_line import Parser, parse_flags, positive
 from training.config.schema import Config
 from training.start import bare_launch, read_config, refuse
 
-if TYPE_CHECKING:
-    from launch.preflight.meeting import Meeting
-
 PROGRAM = "launch.preflight"
-# Of the config: rank 0 takes them from a checkpoint, which a node at fault may not see.
-FROM_CHECKPOINT = {"optimizer": {"lr_decay_steps"}, "model": {"vocab_size"}, "run": {"resume"}}
-MIB = {"cpu": 4, "cuda": 256}
 
 
 def parse_command(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -48,10 +36,10 @@ def parse_command(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     )
     add = parser.add_argument
     add("--help", "-h", action="store_true", help="show this and train_llm.py's flags")
-    add("--preflight-mib", type=positive, metavar="MIB",
-        help="size of the messages that are timed (default: 256 on GPUs, else 4)")  # fmt: skip
-    add("--preflight-timeout", type=positive, default=60, metavar="S",
-        help="seconds in which each check must be answered (default: 60)")  # fmt: skip
+    mib_help = "size of the messages that are timed (default: 256 on GPUs, else 4)"
+    add("--preflight-mib", type=positive, metavar="MIB", help=mib_help)
+    timeout_help = "seconds in which each check must be answered (default: 60)"
+    add("--preflight-timeout", type=positive, default=60, metavar="S", help=timeout_help)
     options, flags = parser.parse_known_args(argv)
     if options.help:
         parser.print_help()
@@ -62,12 +50,8 @@ def parse_command(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     return options, flags
 
 
-def _config_text(config: Config) -> str:
-    return config.model_dump_json(exclude=FROM_CHECKPOINT)
-
-
 def _parameters(config: Config) -> int:
-    """Of the model; an unset vocabulary is the tokenizer's.
+    """The parameters of the model; an unset vocabulary is the tokenizer's.
 
     Raises:
         ConfigError: if the tokenizer cannot be loaded.
@@ -81,259 +65,18 @@ def _parameters(config: Config) -> int:
     return model.num_parameters
 
 
-class Preflight:
-    """All checks, in order; each rank goes through them, and rank 0 judges.
-
-    Args:
-        parameters: of the model, known on rank 0.
-        mib: size of a message in MiB; None for the default of the device.
-    """
-
-    def __init__(
-        self, meeting: "Meeting", config: Config, layout: Layout, parameters: int, mib: int | None,
-        report: Report,
-    ):  # fmt: skip
-        import torch
-
-        self.meeting, self.config, self.layout, self.report = meeting, config, layout, report
-        self.parameters, self.mib = parameters, mib
-        self.cuda = torch.cuda.is_available()
-        self.floor = 0.0
-        self.measurable = True
-        self.parts: dict[str, float] = {}  # speed of a node as a part of the median, on rank 0
-
-    def examine(self) -> None:
-        """Go through all checks.
-
-        Raises:
-            EndedError: if a rank does not answer.
-        """
-        masks = self.meeting.find_nodes(sum(1 << core for core in os.sched_getaffinity(0)))
-        if self.meeting.launch.rank == 0:
-            ranks = node.count(self.layout.world_size, "rank")
-            nodes = f"{node.count(len(masks), 'node')} ({node.listing(list(masks))})"
-            self.report.say(f"layout {self.layout.name} on {ranks}, {nodes}")
-            node.judge_cores(self.report, masks, self.cuda)
-        self.check_nodes({name: len(ranks) for name, ranks in masks.items()})
-        self.check_run_dir()
-        if self.check_speed():
-            self.check_bandwidth()
-
-    def check_nodes(self, ranks: dict[str, int]) -> None:
-        """Versions, GPUs, limits, names, ports and clocks, asked of one rank of each node.
-
-        Args:
-            ranks: how many are on each node, on rank 0.
-        """
-        import torch
-
-        meeting, report, answer = self.meeting, self.report, None
-        if meeting.name:
-            listener = network.Listener()
-            found = gpus.query_gpus()
-            driver = found[0]["driver"] if found else "none"
-            answer = {
-                "versions": node.versions(driver, _config_text(self.config)),
-                "limits": node.limits(), "gpus": found,
-                "seen": torch.cuda.device_count() if self.cuda else 0,
-                "listener": listener.describe(),
-            }  # fmt: skip
-
-        def judge(answers: dict[int, dict]) -> dict[str, dict]:
-            by_node = {meeting.host[rank]: answer for rank, answer in answers.items()}
-            for name, given in by_node.items():
-                given["ranks"] = ranks[name]
-            node.judge_versions(report, {n: given["versions"] for n, given in by_node.items()})
-            limits = {n: given["limits"] for n, given in by_node.items()}
-            node.judge_limits(report, limits, self.layout.world_size, self.cuda)
-            self.measurable = gpus.judge_gpus(report, by_node)
-            return {name: given["listener"] for name, given in by_node.items()}
-
-        nodes = meeting.exchange("node", answer, judge, leaders=True)
-        if meeting.name:
-            answer = network.visit_all(meeting.name, nodes, meeting.timeout * 2 / 3)
-
-        def judge_visits(answers: dict[int, dict]) -> None:
-            by_node = {meeting.host[rank]: answer for rank, answer in answers.items()}
-            faults = {name: given["faults"] for name, given in by_node.items()}
-            self.measurable &= network.judge_names(report, nodes, faults)
-            clocks = {name: given["clock"] for name, given in by_node.items()}
-            network.judge_clocks(report, clocks)
-
-        meeting.exchange("names and ports", answer, judge_visits, leaders=True)
-        if meeting.name:
-            listener.shutdown()
-            listener.server_close()
-
-    def check_run_dir(self) -> None:
-        """Whether all nodes see and write the same run directory, and the room in it."""
-        meeting, report, run_dir = self.meeting, self.report, self.config.run_dir
-        patience, token, made = meeting.timeout / 4, secrets.token_hex(8), []
-        try:
-            if meeting.launch.rank == 0:
-                fault, made = node.make_probe(run_dir, token)
-                if fault:
-                    token = None
-                    report.fault(
-                        f"run directory {run_dir.absolute()} cannot be written on rank 0 "
-                        f"({fault}): give the user of the job the right to write, or name another "
-                        "--run-dir"
-                    )
-            token = meeting.exchange("probe", digest=lambda _: token, leaders=True)
-            answer = None
-            if token and meeting.name:
-                answer = node.answer_probe(run_dir, token, meeting.name, patience)
-
-            def judge(answers: dict[int, dict]) -> None:
-                by_node = {meeting.host[rank]: answer for rank, answer in answers.items()}
-                if token:
-                    node.judge_run_dir(report, run_dir, token, by_node, patience)
-                    node.judge_space(report, shutil.disk_usage(run_dir).free, self.parameters)
-
-            meeting.exchange("run directory", answer, judge, leaders=True)
-        finally:
-            if made:
-                node.remove_probe(made)
-
-    def check_speed(self) -> bool:
-        """How fast each rank is by itself, all at the same time; GPUs are looked at meanwhile.
-
-        Returns:
-            Whether the ranks can go on to measure bandwidths.
-        """
-        import torch
-
-        from launch.preflight import bandwidth
-
-        meeting, report, loaded = self.meeting, self.report, []
-        device = torch.device("cpu")
-        if self.cuda:
-            device = torch.device(
-                "cuda", min(meeting.launch.local_rank, torch.cuda.device_count() - 1)
-            )
-        self.floor = bandwidth.FLOOR[device.type]
-        meeting.exchange("readiness")
-
-        def look() -> None:
-            time.sleep(bandwidth.ROUND_S * 2)
-            loaded.extend(gpus.query_gpus())
-
-        looking = threading.Thread(target=look, daemon=True)
-        if self.cuda and meeting.name:
-            looking.start()
-        speed = bandwidth.local_speed(device)
-        if looking.is_alive():
-            looking.join()
-
-        def judge(answers: dict[int, list]) -> bool:
-            speeds = {rank: answer[0] for rank, answer in answers.items()}
-            self.parts = bandwidth.judge_speed(report, speeds, meeting.host, self.floor)
-            found = {meeting.host[rank]: answer[1] for rank, answer in answers.items() if answer[1]}
-            gpus.judge_loaded_gpus(report, found)
-            if not self.measurable:
-                report.say("bandwidths: not measured, since the nodes cannot form a process group")
-            return self.measurable
-
-        return meeting.exchange("speed", [speed, loaded], judge)
-
-    def check_bandwidth(self) -> None:
-        """Bandwidth along each mesh dim and between nodes, in a thread that may hang."""
-        from launch.preflight import bandwidth
-
-        meeting, report = self.meeting, self.report
-        answer: dict = {"step": 0, "at": "the start of the process group"}
-        thread = threading.Thread(target=self._measure, args=(answer,), daemon=True)
-        thread.start()
-        # Rank 0 must hear of it before it takes this rank for gone.
-        patience = meeting.timeout * 2 / 3
-        step, deadline = 0, time.monotonic() + patience
-        while thread.is_alive() and time.monotonic() < deadline:
-            thread.join(0.1)
-            if answer["step"] != step:
-                step, deadline = answer["step"], time.monotonic() + patience
-
-        def judge(answers: dict[int, dict]) -> None:
-            judge_progress(report, answers, meeting)
-            done = [answer for answer in answers.values() if "mesh" in answer]
-            if len(done) < len(answers):
-                return
-            host, floor = meeting.host, self.floor
-            bandwidth.judge_mesh(report, [answer["mesh"] for answer in done], host, floor)
-            links = [answer["nodes"] for answer in done]
-            for name, part in bandwidth.judge_nodes(report, links, host, floor).items():
-                self.parts[name] = min(self.parts[name], part)
-            slowest = min(self.parts, key=self.parts.get)
-            report.say(f"slowest node: {slowest}, at {self.parts[slowest]:.0%} of the median")
-
-        meeting.exchange("bandwidth", dict(answer), judge)
-
-    def _measure(self, answer: dict) -> None:
-        import torch.distributed as dist
-
-        from launch.preflight.bandwidth import mesh_speed, node_speed
-        from parallel.mesh import init_ranks
-
-        def at(what: str) -> None:
-            answer.update(step=answer["step"] + 1, at=what)
-
-        meeting = self.meeting
-        try:
-            # A wait of the main thread must not keep this one waiting. The timeout of the groups
-            # is the longer one, so that the sentence of rank 0 comes before their traceback.
-            store = meeting.store.clone()
-            ranks = init_ranks(meeting.launch, self.layout, 2 * meeting.timeout, store=store)
-            mib = self.mib or MIB[ranks.device.type]
-            mesh = mesh_speed(ranks, mib, at)
-            nodes = node_speed(ranks, list(meeting.leaders.values()), mib, at)
-            answer.update(mesh=mesh, nodes=nodes)
-            dist.destroy_process_group()
-        except Exception as error:
-            answer["error"] = (str(error) or repr(error)).splitlines()[0]
-
-
-def judge_progress(report: Report, answers: dict[int, dict], meeting: "Meeting") -> None:
-    """Say who did not come to the end of the measurement, and where.
-
-    Args:
-        answers: by rank, ``step`` and ``at``, with ``mesh`` at the end or ``error`` at a failure.
-    """
-    failed = [rank for rank, answer in answers.items() if "error" in answer]
-    if failed:
-        first = min(failed, key=lambda rank: answers[rank]["step"])
-        at, error = answers[first]["at"], answers[first]["error"]
-        report.fault(f"{meeting.who(failed)} failed in {at}: {error}")
-        return
-    stuck = {rank: answer["step"] for rank, answer in answers.items() if "mesh" not in answer}
-    if not stuck:
-        return
-    behind = [rank for rank, step in stuck.items() if step == min(stuck.values())]
-    at = answers[behind[0]]["at"]
-    if len(behind) < len(answers):
-        verb = "hangs" if len(behind) == 1 else "hang"
-        report.fault(
-            f"{meeting.who(behind)} {verb} in {at}, and the others wait: look at the process there "
-            "(py-spy dump), and at its GPU (Xid errors in dmesg)"
-        )
-    else:
-        report.fault(
-            f"no rank came past {at} in time: a link loses what is sent (set NCCL_DEBUG=INFO, and "
-            "check NCCL_SOCKET_IFNAME, NCCL_IB_HCA and GLOO_SOCKET_IFNAME), or it is slow (try "
-            "--preflight-mib 16)"
-        )
-
-
 def conclude(report: Report, seconds: float) -> None:
     """Print warnings, faults and the verdict."""
     for sentence in report.warnings:
         report.say(f"WARNING: {sentence}")
     for sentence in report.faults:
         report.say(f"FAULT: {sentence}")
-    verdict = node.count(len(report.faults), "fault") if report.faults else "all is well"
+    verdict = count(len(report.faults), "fault") if report.faults else "all is well"
     report.say(f"preflight: {verdict} ({seconds:.0f} s)")
 
 
 def run(argv: list[str]) -> int:
-    """Check the nodes; the exit code, the same on all ranks."""
+    """Check the nodes; returns the exit code, the same on all ranks."""
     started = time.monotonic()
     try:
         options, flags = parse_command(argv)
@@ -342,6 +85,7 @@ def run(argv: list[str]) -> int:
     config, layout, launch, _ = read_config(flags, PROGRAM)
     # torch's own lines about a wait that timed out would hide the sentence about it.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    from launch.preflight.checks import Preflight
     from launch.preflight.meeting import EndedError, Meeting, join_store
 
     report, meeting, timeout, parameters = Report(), None, options.preflight_timeout, 0

@@ -14,7 +14,8 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 
-from launch.preflight.node import Report, listing
+from common.text import columns
+from launch.preflight.node import Report, listing, rank_list
 from parallel.mesh import Ranks
 
 SPEED_ROUNDS = 5
@@ -174,75 +175,81 @@ def judge_speed(
         for rank, value in values.items():
             parts[host[rank]] = min(parts.get(host[rank], 1.0), value / median)
             if value < floor * median:
-                found = f"{what} at {value / 1e9:.1f} {unit}, {value / median:.0%} of the median"
-                slow.setdefault(host[rank], {}).setdefault(rank, []).append(found)
+                text = f"{what} at {value / 1e9:.1f} {unit}, {value / median:.0%} of the median"
+                slow.setdefault(host[rank], {}).setdefault(rank, []).append(text)
         least = min(values, key=values.get)
         texts.append(
             f"{what} {median / 1e9:.1f} {unit}, least {values[least] / 1e9:.1f} "
             f"({values[least] / median:.0%}, rank {least} on {host[least]})"
         )
     report.say(f"speed of a rank, median: {'; '.join(texts)}")
-    for node, found in slow.items():
-        there = [rank for rank in speeds if host[rank] == node]
-        who = _ranks(list(found)) if len(found) < len(there) else "every rank"
+    for node, by_rank in slow.items():
+        ranks_there = [rank for rank in speeds if host[rank] == node]
+        who = rank_list(list(by_rank)) if len(by_rank) < len(ranks_there) else "every rank"
         report.fault(
-            f"slow: {who} on {node} ({'; '.join(next(iter(found.values())))}): look for another "
+            f"slow: {who} on {node} ({'; '.join(next(iter(by_rank.values())))}): look for another "
             "process on that CPU or GPU, a CPU quota, heat or a power limit"
         )
     return parts
 
 
 def judge_mesh(
-    report: Report, found: list[list[tuple]], host: dict[int, str], floor: float
+    report: Report, rows_of_ranks: list[list[tuple]], host: dict[int, str], floor: float
 ) -> None:
     """Print a row for each dim and collective, and name the groups that are slower than others.
 
     Args:
-        found: what :func:`mesh_speed` gave on each rank.
+        rows_of_ranks: what :func:`mesh_speed` returned on each rank.
     """
     groups: dict[tuple, dict[int, float]] = {}
     members: dict[tuple, list[int]] = {}
-    for dim, name, listed, speed in (row for rows in found for row in rows):
+    for dim, name, listed, speed in (row for rows in rows_of_ranks for row in rows):
         # A group is as fast as its slowest member saw it.
         speeds = groups.setdefault((dim, name), {})
         speeds[listed[0]] = min(speeds.get(listed[0], speed), speed)
         members[dim, listed[0]] = max(members.get((dim, listed[0]), listed), listed, key=len)
-    if groups:
-        report.say(_row("dim", "collective", "ranks", "median busbw", "least", "slowest group"))
+    table = [("dim", "collective", "ranks", "median busbw", "least", "slowest group")]
     for (dim, name), speeds in groups.items():
         median, slowest = statistics.median(speeds.values()), min(speeds, key=speeds.get)
-        who = _group(members[dim, slowest], host)
-        n = len(members[dim, slowest])
-        report.say(_row(dim, name, n, _gb(median), _gb(speeds[slowest]), who))
+        group = members[dim, slowest]
+        who = _group(group, host)
+        table.append((dim, name, len(group), _gb(median), _gb(speeds[slowest]), who))
         if speeds[slowest] < floor * median:
             report.fault(
                 f"{name} over {dim} is slow among {who}: {_gb(speeds[slowest])}, "
                 f"{speeds[slowest] / median:.0%} of the median {_gb(median)}: check their links "
                 "(nvidia-smi nvlink -s, ibstat), and ranks that are slow by themselves"
             )
+    for line in columns(table) if groups else ():
+        report.say(line)
 
 
 def judge_nodes(
-    report: Report, found: list[list[tuple]], host: dict[int, str], floor: float
+    report: Report, rows_of_ranks: list[list[tuple]], host: dict[int, str], floor: float
 ) -> dict[str, float]:
     """Print the speed between nodes, and name those that are slow with each neighbour.
 
     Args:
-        found: what :func:`node_speed` gave on each rank.
+        rows_of_ranks: what :func:`node_speed` returned on each rank.
 
     Returns:
         By node, the best speed with a neighbour as a part of the median.
     """
     best: dict[str, float] = {}
     pairs = {}
-    for first, second, speed in (row for rows in found for row in rows):
+    for first, second, speed in (row for rows in rows_of_ranks for row in rows):
         pairs[first, second] = speed
         for rank in (first, second):
             best[host[rank]] = max(best.get(host[rank], 0.0), speed)
     if not pairs:
         return {}
     slowest, median = min(pairs, key=pairs.get), statistics.median(pairs.values())
-    report.say(_row("node", "send", 2, _gb(median), _gb(pairs[slowest]), _group(slowest, host)))
+    table = [
+        ("between", "message", "ranks", "median", "least", "slowest pair"),
+        ("node", "send", 2, _gb(median), _gb(pairs[slowest]), _group(slowest, host)),
+    ]
+    for line in columns(table):
+        report.say(line)
     usual = statistics.median(best.values())
     for node, speed in best.items():
         if speed < floor * usual:
@@ -258,14 +265,5 @@ def _gb(speed: float) -> str:
     return f"{speed / 1e9:.2f} GB/s"
 
 
-def _ranks(members: Sequence[int]) -> str:
-    return f"rank{'s' if len(members) > 1 else ''} {listing([str(rank) for rank in members])}"
-
-
 def _group(members: Sequence[int], host: dict[int, str]) -> str:
-    return f"{_ranks(members)} on {listing(list(dict.fromkeys(host[r] for r in members)))}"
-
-
-def _row(*cells: object) -> str:
-    widths = (13, 15, 6, 13, 12, 0)
-    return "".join(f"{cell!s:<{width}}" for cell, width in zip(cells, widths, strict=True))
+    return f"{rank_list(members)} on {listing(list(dict.fromkeys(host[r] for r in members)))}"

@@ -1,116 +1,139 @@
-"""What nvidia-smi says about the GPUs of a node, and what a preflight makes of it. Torch-free."""
+"""What NVML says about the GPUs of a node, and what a preflight concludes from it. Torch-free."""
 
-import contextlib
 import os
-import subprocess
 from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 from launch.preflight.node import Report, judge_equal, listing
 
-# Drivers before 535 call the reasons clocks_throttle_reasons.
-GPU_FIELDS = (
-    "index", "uuid", "name", "memory.total", "memory.used", "utilization.gpu", "clocks.sm",
-    "clocks.max.sm", "clocks_event_reasons.active", "ecc.errors.uncorrected.volatile.total",
-    "driver_version",
-)  # fmt: skip
 IDLE_MIB, IDLE_PERCENT = 1024, 10  # what a GPU that nobody uses stays below
 CLOCK_LEAST = 0.5  # of the maximum, under load; a power cap lowers it to about 0.7
 # Bits of the reasons (nvmlClocksEventReason*) that say more than "idle" and "power cap".
 THROTTLED = {
-    0x08: "hardware slowdown", 0x20: "software thermal slowdown",
-    0x40: "hardware thermal slowdown", 0x80: "power brake",
-}  # fmt: skip
+    0x08: "hardware slowdown",
+    0x20: "software thermal slowdown",
+    0x40: "hardware thermal slowdown",
+    0x80: "power brake",
+}
 
 
-def _number(text: str) -> int | None:
-    """A number of nvidia-smi; None for its [N/A], [Not Supported] or [Unknown Error]."""
-    try:
-        return int(text, 0)
-    except ValueError:
-        return None
+@dataclass(frozen=True)
+class Gpu:
+    """One GPU as NVML describes it; None stands for what NVML does not know of this GPU.
 
-
-def parse_gpus(text: str) -> list[dict]:
-    """The rows of ``nvidia-smi --query-gpu=GPU_FIELDS --format=csv,noheader,nounits``.
-
-    Returns:
-        By GPU: index, uuid, name, driver; MiB in ``total`` and ``used``; percent in ``busy``; MHz
-        in ``clock`` and ``max_clock``; the bits ``reasons``; ``ecc`` errors. None is unknown.
+    Attributes:
+        total, used: memory in MiB. busy: percent of the last second. clock, max_clock: of the SMs,
+            in MHz. reasons: bits nvmlClocksEventReason*. ecc: uncorrected memory errors since the
+            driver was loaded. pids: of the processes that compute on the GPU.
     """
-    gpus = []
-    for line in text.strip().splitlines():
-        values = [value.strip() for value in line.split(",")]
-        index, uuid, name, *numbers, driver = values
-        names = ("total", "used", "busy", "clock", "max_clock", "reasons", "ecc")
-        gpu = dict(zip(names, map(_number, numbers), strict=True))
-        gpus.append({"index": index, "uuid": uuid, "name": name, "driver": driver, **gpu})
-    return gpus
+
+    index: int
+    name: str
+    driver: str
+    total: int | None
+    used: int | None
+    busy: int | None
+    clock: int | None
+    max_clock: int | None
+    reasons: int | None
+    ecc: int | None
+    pids: list[int]
 
 
-def parse_processes(text: str) -> dict[str, list[str]]:
-    """Ids of processes by GPU, of ``nvidia-smi --query-compute-apps=gpu_uuid,pid``."""
-    found: dict[str, list[str]] = {}
-    for line in text.strip().splitlines():
-        uuid, pid = (value.strip() for value in line.split(","))
-        found.setdefault(uuid, []).append(pid)
-    return found
+def read_gpus() -> list[Gpu]:
+    """The visible GPUs of this node; none where NVML does not answer, as on a node of AMD GPUs."""
+    import pynvml
+
+    try:
+        pynvml.nvmlInit()
+        driver = pynvml.nvmlSystemGetDriverVersion()
+        return [_read_gpu(handle, driver) for handle in _visible_handles()]
+    except pynvml.NVMLError:
+        return []
 
 
-def _smi(query: str) -> str:
+def _visible_handles() -> list[Any]:
+    import pynvml
+
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    chosen = ["-i", visible] if visible else []
-    return subprocess.run(
-        ["nvidia-smi", *chosen, query, "--format=csv,noheader,nounits"],
-        capture_output=True, text=True, check=True, timeout=30,
-    ).stdout  # fmt: skip
+    names = visible.split(",") if visible else map(str, range(pynvml.nvmlDeviceGetCount()))
+    return [
+        pynvml.nvmlDeviceGetHandleByIndex(int(name))
+        if name.strip().isdecimal()
+        else pynvml.nvmlDeviceGetHandleByUUID(name.strip())
+        for name in names
+    ]
 
 
-def query_gpus() -> list[dict]:
-    """:func:`parse_gpus` of the visible GPUs of this node, with ``pids``; none without a driver."""
-    fields = ",".join(GPU_FIELDS)
-    for query in (fields, fields.replace("event_reasons", "throttle_reasons")):
-        with contextlib.suppress(OSError, subprocess.SubprocessError):
-            gpus = parse_gpus(_smi(f"--query-gpu={query}"))
-            pids = parse_processes(_smi("--query-compute-apps=gpu_uuid,pid"))
-            return [gpu | {"pids": pids.get(gpu["uuid"], [])} for gpu in gpus]
-    return []
+def _read_gpu(handle: Any, driver: str) -> Gpu:
+    import pynvml
+
+    def ask(question: Callable, *arguments: int) -> Any:
+        try:
+            return question(handle, *arguments)
+        except pynvml.NVMLError:
+            return None
+
+    memory = ask(pynvml.nvmlDeviceGetMemoryInfo, pynvml.nvmlMemory_v2)
+    rates = ask(pynvml.nvmlDeviceGetUtilizationRates)
+    reasons = ask(pynvml.nvmlDeviceGetCurrentClocksEventReasons)
+    if reasons is None:  # the name in drivers before 535
+        reasons = ask(pynvml.nvmlDeviceGetCurrentClocksThrottleReasons)
+    uncorrected = (pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, pynvml.NVML_VOLATILE_ECC)
+    processes = ask(pynvml.nvmlDeviceGetComputeRunningProcesses) or []
+    return Gpu(
+        index=pynvml.nvmlDeviceGetIndex(handle),
+        name=pynvml.nvmlDeviceGetName(handle),
+        driver=driver,
+        total=memory and memory.total >> 20,
+        used=memory and memory.used >> 20,
+        busy=rates and rates.gpu,
+        clock=ask(pynvml.nvmlDeviceGetClockInfo, pynvml.NVML_CLOCK_SM),
+        max_clock=ask(pynvml.nvmlDeviceGetMaxClockInfo, pynvml.NVML_CLOCK_SM),
+        reasons=reasons,
+        ecc=ask(pynvml.nvmlDeviceGetTotalEccErrors, *uncorrected),
+        pids=[process.pid for process in processes],
+    )
 
 
-def judge_gpus(report: Report, found: dict[str, dict]) -> bool:
+def judge_gpus(report: Report, answers: dict[str, dict]) -> bool:
     """Judge idle GPUs.
 
     Args:
-        found: by node, ``gpus`` of :func:`query_gpus`, how many torch sees (``seen``), ``ranks``.
+        answers: by node, its ``gpus``, how many torch sees (``seen``), and how many ``ranks`` it
+            has.
 
     Returns:
         Whether all ranks have the same kind of device.
     """
-    if not any(node["gpus"] or node["seen"] for node in found.values()):
+    if not any(node["gpus"] or node["seen"] for node in answers.values()):
         report.say("no GPUs: CPU and gloo")
         return True
     models, enough = {}, True
-    for name, node in found.items():
+    for name, node in answers.items():
         if node["seen"] < node["ranks"]:
             enough = False
             report.fault(
                 f"torch sees {node['seen']} GPUs for {node['ranks']} ranks on {name}, and "
-                f"nvidia-smi {len(node['gpus'])}: start one rank for each GPU, and check the "
+                f"NVML {len(node['gpus'])}: start one rank for each GPU, and check the "
                 "driver, CUDA_VISIBLE_DEVICES and that torch is built for CUDA"
             )
         elif not node["gpus"]:
-            report.warn(f"nvidia-smi does not answer on {name}: its GPUs are not checked")
+            report.warn(f"NVML does not answer on {name}: its GPUs are not checked")
         for gpu in node["gpus"]:
-            at = f"GPU {gpu['index']} on {name}"
-            models[at] = f"{gpu['name']} with {gpu['total']} MiB"
-            if gpu["pids"] or (gpu["used"] or 0) > IDLE_MIB or (gpu["busy"] or 0) > IDLE_PERCENT:
-                by = f", by process {listing(gpu['pids'])}" if gpu["pids"] else ""
+            at = f"GPU {gpu.index} on {name}"
+            models[at] = f"{gpu.name} with {gpu.total} MiB"
+            if gpu.pids or (gpu.used or 0) > IDLE_MIB or (gpu.busy or 0) > IDLE_PERCENT:
+                by = f", by process {listing([str(pid) for pid in gpu.pids])}" if gpu.pids else ""
                 report.fault(
-                    f"{at} is not idle: {gpu['used']} MiB and {gpu['busy']} % in use{by}: end what "
+                    f"{at} is not idle: {gpu.used} MiB and {gpu.busy} % in use{by}: end what "
                     "runs there"
                 )
-            if gpu["ecc"]:
+            if gpu.ecc:
                 report.fault(
-                    f"{at} has had {gpu['ecc']} uncorrected memory errors: reset it, or leave the "
+                    f"{at} has had {gpu.ecc} uncorrected memory errors: reset it, or leave the "
                     "node out"
                 )
     if models:
@@ -120,19 +143,19 @@ def judge_gpus(report: Report, found: dict[str, dict]) -> bool:
     return enough
 
 
-def judge_loaded_gpus(report: Report, found: dict[str, list[dict]]) -> None:
-    """Judge :func:`query_gpus` by node, asked while every GPU multiplies matrices."""
-    for name, gpus in found.items():
+def judge_loaded_gpus(report: Report, answers: dict[str, list[Gpu]]) -> None:
+    """Judge the GPUs of each node as they were while every GPU multiplied matrices."""
+    for name, gpus in answers.items():
         for gpu in gpus:
-            at = f"GPU {gpu['index']} on {name}"
-            why = [text for bit, text in THROTTLED.items() if (gpu["reasons"] or 0) & bit]
+            at = f"GPU {gpu.index} on {name}"
+            why = [text for bit, text in THROTTLED.items() if (gpu.reasons or 0) & bit]
             if why:
                 report.fault(
-                    f"{at} is throttled at {gpu['clock']} of {gpu['max_clock']} MHz "
+                    f"{at} is throttled at {gpu.clock} of {gpu.max_clock} MHz "
                     f"({', '.join(why)}): check cooling and power, or leave the node out"
                 )
-            elif gpu["clock"] and gpu["clock"] < CLOCK_LEAST * (gpu["max_clock"] or 0):
+            elif gpu.clock and gpu.clock < CLOCK_LEAST * (gpu.max_clock or 0):
                 report.warn(
-                    f"{at} runs at {gpu['clock']} of {gpu['max_clock']} MHz under load: check its "
+                    f"{at} runs at {gpu.clock} of {gpu.max_clock} MHz under load: check its "
                     "power limit and 'nvidia-smi -q -d CLOCK'"
                 )

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from launch.preflight.node import listing
+from launch.preflight.node import listing, rank_list
 from parallel.launch import Launch
 from parallel.rendezvous import MeetingError, meet
 
@@ -33,12 +33,9 @@ def join_store(launch: Launch, timeout: float) -> dist.Store:
     except MeetingError as error:
         if not error.missing:
             raise EndedError(str(error)) from None
-        raise EndedError(_silent(_ranks(error.missing), timeout, "start")) from None
-
-
-def _ranks(ranks: list[int]) -> str:
-    listed = listing([str(rank) for rank in ranks], RANKS_LISTED)
-    return f"rank{'s' if len(ranks) > 1 else ''} {listed}"
+        raise EndedError(
+            _silent(rank_list(error.missing, RANKS_LISTED), timeout, "start")
+        ) from None
 
 
 def _silent(who: str, timeout: float, what: str) -> str:
@@ -145,9 +142,13 @@ class Meeting:
                 others = set(range(self.launch.world_size)) - set(self._silent)
                 self._wait([f"left/{rank}" for rank in others], LEAVE_S)
 
+    def by_node(self, answers: dict[int, Any]) -> dict[str, Any]:
+        """The answers of leaders by name of the node (on rank 0)."""
+        return {self.host[rank]: answer for rank, answer in answers.items()}
+
     def who(self, ranks: list[int]) -> str:
         """Some ranks and their nodes, in words (on rank 0)."""
-        text = _ranks(ranks)
+        text = rank_list(ranks, RANKS_LISTED)
         nodes = list(dict.fromkeys(self.host.get(rank, "") for rank in ranks))
         return f"{text} on {listing(nodes)}" if all(nodes) else text
 

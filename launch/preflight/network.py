@@ -46,15 +46,18 @@ class Listener(socketserver.ThreadingTCPServer):
         threading.Thread(target=self.serve_forever, args=(0.1,), daemon=True).start()
 
     def describe(self) -> dict:
-        """What the others need to come here."""
+        """What other nodes need to connect to this one."""
         host, address = socket.gethostname(), None
         with contextlib.suppress(OSError):
             address = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0]
-        # gloo binds to another interface then, and the address of the name is not what it tells.
-        own = None if os.environ.get("GLOO_SOCKET_IFNAME") else address
-        port = self.server_address[1]
-        return {"host": host, "resolves": address, "address": own, "port": port,
-                "token": self.token}  # fmt: skip
+        return {
+            "host": host,
+            "resolves": address,
+            # With that variable gloo binds to another interface, and tells its peers that address.
+            "address": None if os.environ.get("GLOO_SOCKET_IFNAME") else address,
+            "port": self.server_address[1],
+            "token": self.token,
+        }
 
 
 def _ask(address: str, port: int, rounds: int) -> tuple[str, float, float]:
@@ -70,11 +73,11 @@ def _ask(address: str, port: int, rounds: int) -> tuple[str, float, float]:
                 if not part:
                     raise ConnectionResetError("closed by the other side")
                 answer += part
-            came = time.time()
+            received = time.time()
             token, clock = answer.split()
-            # As NTP does: the answer was written half-way, give or take half of the round trip.
-            if came - sent < best[2]:
-                best = (token.decode(), float(clock) - (sent + came) / 2, came - sent)
+            # NTP assumes the same: the answer was written half-way, give or take half a round trip.
+            if received - sent < best[2]:
+                best = (token.decode(), float(clock) - (sent + received) / 2, received - sent)
     return best
 
 
@@ -84,7 +87,7 @@ def _visit(target: dict, rounds: int) -> dict:
     except OSError:
         return {"fault": "name"}
     try:
-        # The second is the address that the node itself tells its peers, as gloo does.
+        # The second address is the one that the node itself tells its peers, as gloo does.
         for address in dict.fromkeys((named, target["address"] or named)):
             token, offset, round_trip = _ask(address, target["port"], rounds)
             if token != target["token"]:
@@ -107,7 +110,7 @@ def visit_all(me: str, nodes: dict[str, dict], timeout: float) -> dict:
     """
     first, others = next(iter(nodes)), [name for name in nodes if name != me]
     pool = ThreadPoolExecutor(max(1, min(THREADS, len(others))))
-    # A node's neighbours first, so that not all nodes knock at the same one at a time.
+    # A node's neighbours come first, so that not all nodes connect to the same one at a time.
     at = list(nodes).index(me)
     jobs = {
         name: pool.submit(_visit, nodes[name], CLOCK_ROUNDS if name == first else 1)
@@ -116,13 +119,13 @@ def visit_all(me: str, nodes: dict[str, dict], timeout: float) -> dict:
     wait(jobs.values(), timeout=timeout)
     pool.shutdown(wait=False, cancel_futures=True)
     silent = {"fault": f"no answer within {timeout:g} s"}
-    done = {
+    visits = {
         name: job.result() if job.done() and not job.cancelled() else silent
         for name, job in jobs.items()
     }
-    clock = (0.0, 0.0) if me == first else done[first].get("clock")
+    clock = (0.0, 0.0) if me == first else visits[first].get("clock")
     return {
-        "faults": {name: found["fault"] for name, found in done.items() if found["fault"]},
+        "faults": {name: visit["fault"] for name, visit in visits.items() if visit["fault"]},
         "clock": clock,
     }
 
@@ -138,18 +141,22 @@ def judge_names(report: Report, nodes: dict[str, dict], faults: dict[str, dict[s
     """
     for name in [name for name, node in nodes.items() if not node["resolves"]]:
         report.fault(f"{name} cannot resolve its own name: add it to DNS or to its /etc/hosts")
-    links = {(a, b): reason for a, found in faults.items() for b, reason in found.items()}
-    well = not links
+    links = {(a, b): reason for a, of_node in faults.items() for b, reason in of_node.items()}
+    all_reached = not links
     for _ in range(SENTENCES):
         if not links:
             break
-        # The node with the most links at fault explains them; between two, the one that goes out.
+        # The node with the most failing links explains them; of two such nodes, the source.
         sources = Counter(a for a, _ in links)
         targets = Counter(b for _, b in links)
-        (source, out), (target, into) = sources.most_common(1)[0], targets.most_common(1)[0]
-        chosen = [
-            link for link in links if (link[0] == source if out >= into else link[1] == target)
-        ]
+        (source, from_source), (target, to_target) = (
+            sources.most_common(1)[0],
+            targets.most_common(1)[0],
+        )
+        if from_source >= to_target:
+            chosen = [link for link in links if link[0] == source]
+        else:
+            chosen = [link for link in links if link[1] == target]
         reason = links[chosen[0]]
         chosen = [link for link in chosen if (links[link] == "name") == (reason == "name")]
         froms = listing(list(dict.fromkeys(a for a, _ in chosen)))
@@ -166,9 +173,9 @@ def judge_names(report: Report, nodes: dict[str, dict], faults: dict[str, dict[s
             del links[link]
     if links:
         report.fault(f"{len(links)} more connections between nodes fail")
-    if well and len(nodes) > 1:
+    if all_reached and len(nodes) > 1:
         report.say(f"names and ports: {len(nodes)} nodes resolve and reach each other")
-    return well
+    return all_reached
 
 
 def judge_clocks(report: Report, clocks: dict[str, tuple[float, float] | None]) -> None:
@@ -177,10 +184,10 @@ def judge_clocks(report: Report, clocks: dict[str, tuple[float, float] | None]) 
     Half of the round trips is granted as error. A clock that could not be asked is left out: that
     node cannot be reached, which is a fault of its own.
     """
-    known = {node: clock for node, clock in clocks.items() if clock}
-    middle, doubt = statistics.median_low((-offset, trip) for offset, trip in known.values())
+    clocks = {node: clock for node, clock in clocks.items() if clock}
+    middle, doubt = statistics.median_low((-offset, trip) for offset, trip in clocks.values())
     worst = 0.0
-    for node, (offset, round_trip) in known.items():
+    for node, (offset, round_trip) in clocks.items():
         ahead = -offset - middle
         worst = max(worst, abs(ahead))
         if abs(ahead) - (round_trip + doubt) / 2 > CLOCK_LIMIT_S:
@@ -189,5 +196,5 @@ def judge_clocks(report: Report, clocks: dict[str, tuple[float, float] | None]) 
                 f"the clock of {node} is {abs(ahead):.1f} s {side} the others: start chronyd or "
                 "ntpd there"
             )
-    if len(known) > 1:
-        report.say(f"clocks of {count(len(known), 'node')}: {worst * 1000:.1f} ms apart or less")
+    if len(clocks) > 1:
+        report.say(f"clocks of {count(len(clocks), 'node')}: {worst * 1000:.1f} ms apart or less")

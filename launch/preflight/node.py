@@ -11,12 +11,13 @@ import shutil
 import subprocess
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from common.files import REPO
+from common.text import bytes_of
 
 SHM_LEAST = 2**30  # bytes; NCCL puts some 10 MB a rank there, and Docker's default is 64 MB
 # Each rank holds a connection to all others in two gloo groups (the default and the control one).
@@ -26,7 +27,7 @@ FILES_BESIDE = 512  # open files of a rank that are no connections
 
 @dataclass
 class Report:
-    """What rank 0 tells; a line of ``say`` is printed at once."""
+    """What rank 0 reports; a line of ``say`` is printed at once, faults and warnings at the end."""
 
     faults: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
@@ -37,7 +38,7 @@ class Report:
         self.faults.append(sentence)
 
     def warn(self, sentence: str) -> None:
-        """Note what may be meant so."""
+        """Note what may be intended."""
         self.warnings.append(sentence)
 
 
@@ -47,13 +48,18 @@ def listing(names: list[str], most: int = 3) -> str:
     return " and ".join([", ".join(shown[:-1]), shown[-1]] if len(shown) > 1 else shown)
 
 
+def rank_list(ranks: Sequence[int], most: int = 3) -> str:
+    """``rank 3``, or ``ranks 0, 1, 2 and 5 more``."""
+    return f"rank{'s' if len(ranks) > 1 else ''} {listing([str(rank) for rank in ranks], most)}"
+
+
 def count(n: int, what: str) -> str:
     """``1 node`` or ``2 nodes``."""
     return f"{n} {what}{'' if n == 1 else 's'}"
 
 
 def judge_equal(report: Report, what: str, values: dict[str, object], fix: str) -> None:
-    """Name those whose value is another than that of most; of two as frequent, the first is right.
+    """Name the nodes or GPUs whose value differs from the most frequent one (of two, the first).
 
     Args:
         values: by name of the node or GPU.
@@ -116,9 +122,9 @@ def versions(driver: str, config: str) -> dict[str, str]:
     }
 
 
-def judge_versions(report: Report, found: dict[str, dict[str, str]]) -> None:
+def judge_versions(report: Report, by_node: dict[str, dict[str, str]]) -> None:
     """Compare :func:`versions` by node."""
-    first = next(iter(found.values()))
+    first = next(iter(by_node.values()))
     fixes = {
         "the code": "check out the same commit on all nodes",
         "the config": "use the same flags and recipe file on all nodes",
@@ -126,10 +132,10 @@ def judge_versions(report: Report, found: dict[str, dict[str, str]]) -> None:
     }
     before = len(report.faults)
     for what in first:
-        values = {node: own[what] for node, own in found.items()}
+        values = {node: own[what] for node, own in by_node.items()}
         judge_equal(report, what, values, fixes.get(what, "install the same version on all nodes"))
     differ = len(report.faults) > before
-    verdict = f"differ, on {next(iter(found))}" if differ else "the same on all nodes"
+    verdict = f"differ, on {next(iter(by_node))}" if differ else "the same on all nodes"
     listed = ", ".join(f"{what.removeprefix('the ')} {value}" for what, value in first.items())
     report.say(f"versions: {verdict}: {listed}")
 
@@ -138,7 +144,7 @@ def judge_versions(report: Report, found: dict[str, dict[str, str]]) -> None:
 
 
 def limits() -> dict[str, float]:
-    """Of this process: files it may open, bytes it may lock and dump, bytes of /dev/shm."""
+    """Files that this process may open, bytes that it may lock and dump, bytes of /dev/shm."""
 
     def soft(which: int) -> float:
         value = resource.getrlimit(which)[0]
@@ -154,45 +160,39 @@ def limits() -> dict[str, float]:
     }
 
 
-def size(amount: float) -> str:
-    """Bytes in binary units."""
-    if amount == float("inf"):
-        return "unlimited"
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if amount < 1024:
-            return f"{amount:.0f} {unit}"
-        amount /= 1024
-    return f"{amount:.1f} TiB"
+def _limit(size: float) -> str:
+    return "unlimited" if size == float("inf") else bytes_of(size)
 
 
 def judge_limits(
-    report: Report, found: dict[str, dict[str, float]], world_size: int, gpus: bool
+    report: Report, by_node: dict[str, dict[str, float]], world_size: int, gpus: bool
 ) -> None:
     """Compare :func:`limits` by node with what a job of ``world_size`` ranks needs."""
     needed = GROUPS * world_size + FILES_BESIDE
-    low = [node for node, had in found.items() if had["files"] < needed]
+    low = [node for node, own in by_node.items() if own["files"] < needed]
     if low:
         report.fault(
-            f"a process may open {found[low[0]]['files']:.0f} files on {listing(low)}, and "
+            f"a process may open {by_node[low[0]]['files']:.0f} files on {listing(low)}, and "
             f"{world_size} ranks need about {needed}: raise 'ulimit -n' where the job is started"
         )
-    low = [node for node, had in found.items() if had["memlock"] != float("inf")]
+    low = [node for node, own in by_node.items() if own["memlock"] != float("inf")]
     if gpus and low:
         report.warn(
-            f"a process may lock {size(found[low[0]]['memlock'])} of memory on {listing(low)}: "
+            f"a process may lock {_limit(by_node[low[0]]['memlock'])} of memory on {listing(low)}: "
             "InfiniBand needs 'ulimit -l unlimited' (LimitMEMLOCK of slurmd or the container)"
         )
-    low = [node for node, had in found.items() if had["shm_free"] < SHM_LEAST]
+    low = [node for node, own in by_node.items() if own["shm_free"] < SHM_LEAST]
     if low:
         report.warn(
-            f"/dev/shm has {size(found[low[0]]['shm_free'])} free on {listing(low)}, and ranks of "
-            "a node meet there: enlarge it (--shm-size of a container), or clear it"
+            f"/dev/shm has {bytes_of(by_node[low[0]]['shm_free'])} free on {listing(low)}, and "
+            "ranks of a node meet there: enlarge it (--shm-size of a container), or clear it"
         )
-    least = {key: min(had[key] for had in found.values()) for key in next(iter(found.values()))}
+    names = next(iter(by_node.values()))
+    least = {name: min(own[name] for own in by_node.values()) for name in names}
     report.say(
         f"limits, the least of all nodes: {least['files']:.0f} open files, locked memory "
-        f"{size(least['memlock'])}, core files {size(least['core'])}, /dev/shm "
-        f"{size(least['shm_total'])} with {size(least['shm_free'])} free"
+        f"{_limit(least['memlock'])}, core files {_limit(least['core'])}, /dev/shm "
+        f"{bytes_of(least['shm_total'])} with {bytes_of(least['shm_free'])} free"
     )
 
 
@@ -223,18 +223,18 @@ def make_probe(run_dir: Path, token: str) -> tuple[str | None, list[Path]]:
     Returns:
         What went wrong, or None; and what to remove afterwards, in order.
     """
-    made = [path for path in (run_dir, *run_dir.parents) if not path.exists()]
+    created = [path for path in (run_dir, *run_dir.parents) if not path.exists()]
     probe = run_dir / f".preflight-{token}"
     try:
         probe.mkdir(parents=True)
         (probe / "leader").write_text(token)
     except OSError as error:
-        return f"{error.filename}: {error.strerror}", [probe, *made]
-    return None, [probe, *made]
+        return f"{error.filename}: {error.strerror}", [probe, *created]
+    return None, [probe, *created]
 
 
 def remove_probe(paths: list[Path]) -> None:
-    """Remove what :func:`make_probe` made; a directory that others have written to stays."""
+    """Remove what :func:`make_probe` created; a directory that others have written to stays."""
     shutil.rmtree(paths[0], ignore_errors=True)
     for path in paths[1:]:
         with contextlib.suppress(OSError):
@@ -253,7 +253,7 @@ def _seen(path: Path, text: str, patience: float) -> bool:
 
 
 def answer_probe(run_dir: Path, token: str, name: str, patience: float) -> dict:
-    """Look for rank 0's probe from this node, and write a file of its own beside it.
+    """Look for rank 0's probe from this node, and write a file of this node beside it.
 
     Args:
         patience: seconds that a network file system may take to show it.
@@ -298,7 +298,8 @@ def judge_space(report: Report, free: int, parameters: int) -> None:
     """Compare free bytes with two checkpoints: weights and two moments, 4 bytes a number each."""
     needed = 2 * parameters * (4 + 4 + 4)
     text = (
-        f"{size(free)} free, and two checkpoints of {parameters:,} parameters take {size(needed)}"
+        f"{bytes_of(free)} free, and two checkpoints of {parameters:,} parameters take "
+        f"{bytes_of(needed)}"
     )
     report.say(f"disk: {text}")
     if free < needed:

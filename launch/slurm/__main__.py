@@ -36,6 +36,20 @@ EXPORT = (
     "the script is a file that others may read. Export it where you submit (sbatch passes the "
     "environment on), or name the variable alone in --sbatch export=ALL,NAME"
 )
+HELP = {
+    "--nodes": "nodes of a run (default: 1)",
+    "--gpus-per-node": "GPUs, and processes, of a node; 0: a cluster without GPUs (default: 8)",
+    "--processes-per-node": "processes of a node, if not one per GPU",
+    "--layouts": "a job array with one layout per task, and one comparison of them: 1x8 2x4, or "
+    "with more dims rep2-dp2-cp2-tp1",
+    "--sbatch": "any option of sbatch: --sbatch time=4:00:00 partition=long exclusive=",
+    "--site": "this cluster's settings (default: launch/slurm/site.toml, if there is one; "
+    "site.example.toml explains it)",
+    "--preflight": "check the nodes (launch.preflight) instead of training on them",
+    "--submit": "write the script and submit it",
+    "--interactive": "write the script and open a shell in an allocation (salloc), from which it "
+    "can be started again and again",
+}
 # An allocation for a person's shell has no output file and nothing to requeue.
 BATCH_ONLY = ("output", "open-mode", "requeue", "signal")
 
@@ -76,6 +90,22 @@ def read_site(path: Path) -> Site:
     return site
 
 
+def _add_options(parser: argparse.ArgumentParser) -> None:
+    def add(flag: str, to: argparse._ActionsContainer = parser, **settings) -> None:
+        to.add_argument(flag, help=HELP[flag], **settings)
+
+    add("--nodes", type=positive, default=1, metavar="N")
+    add("--gpus-per-node", type=int, default=8, metavar="G")
+    add("--processes-per-node", type=positive, metavar="P")
+    add("--layouts", nargs="+", action="extend", metavar="DPxTP")
+    add("--sbatch", nargs="+", action="extend", default=[], metavar="OPTION=VALUE")
+    add("--site", type=Path, default=SITE, metavar="FILE")
+    add("--preflight", action="store_true")
+    submit_or_shell = parser.add_mutually_exclusive_group()
+    add("--submit", to=submit_or_shell, action="store_true")
+    add("--interactive", to=submit_or_shell, action="store_true")
+
+
 def parse_command(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """Our own options, and after ``--`` the flags of train_llm.py.
 
@@ -87,27 +117,7 @@ def parse_command(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
         usage="%(prog)s [option ...] -- [train_llm flag ...]",
         description=__doc__,
     )
-    add = parser.add_argument
-    add("--nodes", type=positive, default=1, metavar="N", help="nodes of a run (default: 1)")
-    add("--gpus-per-node", type=int, default=8, metavar="G",
-        help="GPUs, and processes, of a node; 0: a cluster without GPUs (default: 8)")  # fmt: skip
-    add("--processes-per-node", type=positive, metavar="P",
-        help="processes of a node, if not one per GPU")  # fmt: skip
-    add("--layouts", nargs="+", action="extend", metavar="DPxTP",
-        help="a job array with one layout per task, and one comparison of them: 1x8 2x4, or with "
-        "more dims rep2-dp2-cp2-tp1")  # fmt: skip
-    add("--sbatch", nargs="+", action="extend", default=[], metavar="OPTION=VALUE",
-        help="any option of sbatch: --sbatch time=4:00:00 partition=long exclusive=")  # fmt: skip
-    add("--site", type=Path, default=SITE, metavar="FILE",
-        help="this cluster's settings (default: launch/slurm/site.toml, if there is one; "
-        "site.example.toml explains it)")  # fmt: skip
-    add("--preflight", action="store_true",
-        help="check the nodes (launch.preflight) instead of training on them")  # fmt: skip
-    do = parser.add_mutually_exclusive_group()
-    do.add_argument("--submit", action="store_true", help="write the script and submit it")
-    do.add_argument("--interactive", action="store_true",
-        help="write the script and open a shell in an allocation (salloc), from which it can be "
-        "started again and again")  # fmt: skip
+    _add_options(parser)
     split = argv.index("--") if "--" in argv else len(argv)
     options, train_flags = parser.parse_args(argv[:split]), argv[split + 1 :]
     if options.gpus_per_node < 0:
@@ -130,7 +140,7 @@ def parse_command(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
 
 
 def own_flags(options: argparse.Namespace, flags: list[str]) -> list[str]:
-    """Those of train_llm.py among ``flags``, which with --preflight has options of its own."""
+    """The flags of train_llm.py among ``flags``, which hold preflight's own with --preflight."""
     return preflight_command(flags)[1] if options.preflight else flags
 
 
@@ -165,13 +175,13 @@ def check_run(options: argparse.Namespace, train_flags: list[str]) -> Config:
 
 
 def sbatch_options(template: str, options: argparse.Namespace, site: Site, name: str) -> dict:
-    """The options of the ``#SBATCH`` lines: the template's, under the site's, under the command's.
+    """The options of the ``#SBATCH`` lines: the command's, else the site's, else the template's.
 
     Raises:
         ConfigError: for one that the template must set itself, or without a value.
     """
     lines = [x.removeprefix("#SBATCH --") for x in template.splitlines() if x.startswith("#SBATCH")]
-    found = {key: value for key, _, value in (line.partition("=") for line in lines)}
+    sbatch = {key: value for key, _, value in (line.partition("=") for line in lines)}
     given = dict(site.sbatch)
     for item in options.sbatch:
         key, equals, value = item.partition("=")
@@ -183,26 +193,26 @@ def sbatch_options(template: str, options: argparse.Namespace, site: Site, name:
             raise ConfigError(
                 f"--sbatch {key} is set here: use --nodes, --gpus-per-node or --layouts"
             )
-    found |= {"job-name": name, "nodes": options.nodes, "gpus-per-node": options.gpus_per_node}
+    sbatch |= {"job-name": name, "nodes": options.nodes, "gpus-per-node": options.gpus_per_node}
     if options.layouts:
-        found["array"] = f"0-{len(options.layouts) - 1}"
+        sbatch["array"] = f"0-{len(options.layouts) - 1}"
     if not options.gpus_per_node:
-        del found["gpus-per-node"]
-    found |= {"chdir": REPO} | {k: "" if v is True else v for k, v in given.items()}
-    found = {key: str(value) for key, value in found.items() if value is not False}
-    if "no-requeue" in found:
-        del found["requeue"]
-    for key, value in found.items():
+        del sbatch["gpus-per-node"]
+    sbatch |= {"chdir": REPO} | {k: "" if v is True else v for k, v in given.items()}
+    sbatch = {key: str(value) for key, value in sbatch.items() if value is not False}
+    if "no-requeue" in sbatch:
+        del sbatch["requeue"]
+    for key, value in sbatch.items():
         if has_credentials(value):
             raise ConfigError(f"--sbatch {key} holds a secret: {EXPORT}")
         if "\n" in value or not re.fullmatch(r"[a-z][a-z0-9-]*", key):
             raise ConfigError(f"--sbatch {key}={value!r} is no option of sbatch")
-    if not found.get("job-name") or "/" in found["job-name"]:
+    if not sbatch.get("job-name") or "/" in sbatch["job-name"]:
         raise ConfigError(
-            f"--sbatch job-name {found.get('job-name')!r} names no file: name another, or another "
+            f"--sbatch job-name {sbatch.get('job-name')!r} names no file: name another, or another "
             "--run-dir"
         )
-    return found
+    return sbatch
 
 
 def as_words(options: dict[str, str]) -> list[str]:
@@ -233,8 +243,8 @@ def container(site: Site) -> list[str]:
 
 
 def _put(script: str, line: str, text: str) -> str:
-    before, found, after = script.partition(f"\n{line}\n")
-    assert found, f"the template has no line {line!r}"
+    before, separator, after = script.partition(f"\n{line}\n")
+    assert separator, f"the template has no line {line!r}"
     return f"{before}\n{text}\n{after}" if text else f"{before}\n{after}"
 
 
@@ -261,8 +271,8 @@ def render(
     script = _put(script, "srun_options=()", f"srun_options=({' '.join(container(site))})")
     shared = (HERE / "run.sh").read_text("utf-8").rstrip()
     if options.preflight:
-        before, found, after = shared.partition('train_llm.py "${flags[@]}"')
-        assert found, "run.sh starts no training"
+        before, program, after = shared.partition('train_llm.py "${flags[@]}"')
+        assert program, "run.sh starts no training"
         shared = f'{before}-m launch.preflight "${{flags[@]}}"{after}'
     script = _put(script, "source launch/slurm/run.sh", "\n" + shared)
     flags, folder = shlex.join(train_flags), shlex.quote(str(run_dir))
@@ -284,7 +294,7 @@ def render(
 
 
 def main(argv: list[str]) -> int:
-    """The command; its exit code."""
+    """Run the command; returns its exit code."""
     try:
         options, train_flags = parse_command(argv)
         if not (HERE.parents[1] / "pyproject.toml").is_file():

@@ -2,27 +2,20 @@
 
 import argparse
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from common.text import printable
+from recipes.compare_layouts.results import Run
 from training.checkpoint.folder import DamageError, read_checkpoint_state
 from training.checkpoint.resume import NOT_COMPARED, identity
 from training.config.schema import ModelSection, flag
 from training.run.directory import RunDir
 
-if TYPE_CHECKING:
-    from recipes.compare_layouts.report import Run
-
-DATA = (
-    "dataset", "dataset_config", "dataset_split", "text_column", "eval_fraction",
-    "skip_bad_records",
-)  # fmt: skip
+DATA = ("dataset", "dataset_config", "dataset_split", "text_column", "eval_fraction")
+DATA += ("skip_bad_records",)
 TOKENS = "tokens"  # compared by content: what no flag says, as stdlib of another Python
 # With another value of one of these, a run is another training, and no deviation means anything.
-OF_A_TRAINING = {
-    *map(flag, ModelSection.model_fields), *map(flag, DATA), TOKENS,
-    "--tokenizer", "--init-from", "--seq-len", "--global-batch-size",
-}  # fmt: skip
+OF_A_TRAINING = {flag(key) for key in (*ModelSection.model_fields, *DATA)}
+OF_A_TRAINING |= {TOKENS, "--tokenizer", "--init-from", "--seq-len", "--global-batch-size"}
 SHOWN = 4  # differing flags that a table or a legend has room for
 
 
@@ -42,7 +35,7 @@ def _init_from(command: list[str]) -> str | None:
     return parser.parse_known_args(list(map(str, command)))[0].init_from
 
 
-def differing_flags(runs: list["Run"]) -> dict[str, list]:
+def differing_flags(runs: list[Run]) -> dict[str, list]:
     """Flags that make the runs different trainings or curves, with each run's value."""
     identities = [identity(run.config) for run in runs]
     values = {flag(k): [i[k] for i in identities] for k in identities[0] if k not in NOT_COMPARED}
@@ -53,7 +46,7 @@ def differing_flags(runs: list["Run"]) -> dict[str, list]:
     if None not in content:
         values[TOKENS] = content
     if len(set(content)) > 1 or None in content:
-        # Equal tokens are equal data, whatever it was called where a run was trained.
+        # Equal tokens are equal data, whatever the flags were where a run was trained.
         values |= {flag(key): [getattr(run.config.data, key) for run in runs] for key in DATA}
         values["--tokenizer"] = [run.config.data.tokenizer for run in runs]
     return {name: each for name, each in values.items() if any(value != each[0] for value in each)}
@@ -65,38 +58,40 @@ def shown_flags(comparison: dict) -> list[str]:
     return sorted(names, key=lambda name: name not in OF_A_TRAINING)[:SHOWN]
 
 
+def _few(words: list[str], separator: str) -> str:
+    more = f" and {len(words) - SHOWN} more" if len(words) > SHOWN else ""
+    return separator.join(words[:SHOWN]) + more
+
+
 def named(flags: list[str]) -> str:
     """Flags in a sentence, the first few by name."""
     words = ["global batches" if name == "--global-batch-size" else name for name in flags]
-    more = f" and {len(words) - SHOWN} more" if len(words) > SHOWN else ""
-    return ", ".join(words[:SHOWN]) + more
+    return _few(words, ", ")
 
 
 def _in_words(name: str) -> str:
-    return name.removeprefix("--").removesuffix("batch-size").replace("-", " ") + (
-        "batch" if name.endswith("batch-size") else ""
-    )
+    if name.endswith("batch-size"):
+        name = name.removesuffix("-size")
+    return name.removeprefix("--").replace("-", " ")
 
 
 def labels(comparison: dict) -> list[str]:
     """A name for each run in the picture: its layout, and its values of the differing flags."""
-    entries, names = comparison["layouts"], shown_flags(comparison)
-    words = [
-        "".join(
-            f", {_in_words(name)} {printable(str(comparison['differing_flags'][name][i]))}"
-            for name in names
-        )
-        for i in range(len(entries))
-    ]
-    short = [entry["layout"] + word for entry, word in zip(entries, words, strict=True)]
-    # Without a difference in the flags, the path tells runs of one layout apart.
-    full = [entry["label"] + word for entry, word in zip(entries, words, strict=True)]
-    texts = [short[i] if short.count(short[i]) == 1 else full[i] for i in range(len(entries))]
-    return [
-        text if entry["label"] != comparison["reference"] or text == entry["layout"]
-        else f"{text} (reference)"
-        for entry, text in zip(entries, texts, strict=True)
-    ]  # fmt: skip
+    entries = comparison["layouts"]
+    suffixes = [""] * len(entries)
+    for name in shown_flags(comparison):
+        for i, value in enumerate(comparison["differing_flags"][name]):
+            suffixes[i] += f", {_in_words(name)} {printable(str(value))}"
+    short = [entry["layout"] + suffixes[i] for i, entry in enumerate(entries)]
+    texts = []
+    for entry, text, suffix in zip(entries, short, suffixes, strict=True):
+        if short.count(text) > 1:
+            # Without a difference in the flags, the path tells runs of one layout apart.
+            text = entry["label"] + suffix
+        if entry["label"] == comparison["reference"] and text != entry["layout"]:
+            text += " (reference)"
+        texts.append(text)
+    return texts
 
 
 def statement(comparison: dict) -> str:
@@ -116,11 +111,8 @@ def statement(comparison: dict) -> str:
 
 def excess(comparison: dict) -> str | None:
     """Which runs deviate by more than the bound, and from which step on; None if none does."""
-    found = []
+    runs = []
     for label, entry in zip(labels(comparison), comparison["layouts"], strict=True):
         if steps := [step for step in (entry["above_bound"] or {}).values() if step is not None]:
-            found.append(f"{label} (from step {min(steps)})")
-    if not found:
-        return None
-    more = f" and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
-    return f"above the bound: {'; '.join(found[:SHOWN])}{more}"
+            runs.append(f"{label} (from step {min(steps)})")
+    return f"above the bound: {_few(runs, '; ')}" if runs else None

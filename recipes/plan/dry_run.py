@@ -17,10 +17,11 @@ from planner.memory import (
     MicroBatch,
     holding,
     memory,
-    memory_options,
     micro_batch_bytes,
+    stage_bytes,
     stage_parameters,
 )
+from training.config.options import planner_options
 from training.config.schema import Config
 
 Numbers = dict[str, int]
@@ -35,54 +36,52 @@ def on_cuda(config: Config) -> bool:
 
 def formula(config: Config, layout: Layout, pp_rank: int) -> Numbers:
     """What the ranks at a coordinate of pp hold and send, as the planner has it."""
-    model, seq_len, cuda = config.model, config.step.seq_len, on_cuda(config)
-    plan = config.plan_options(cuda=cuda)
-    options = memory_options(config, cuda)
-    stages = layout.rank_stages(model, seq_len, pp_rank)
-    all_of = memory(model, layout, options, stages)
-    micro = micro_batch_bytes(model, layout, options)
-    found = {
+    model, options = config.model, planner_options(config, on_cuda(config))
+    stages = layout.rank_stages(model, config.step.seq_len, pp_rank)
+    all_of, micro = (
+        memory(model, layout, options, stages),
+        micro_batch_bytes(model, layout, options),
+    )
+    sizes = {
         "parameters": all_of.parameters,
         "gradients": all_of.gradients,
         "optimizer state": all_of.optimizer,
         "kept by a micro-batch": _kept(config, micro, stages),
     }
     if layout.zero <= 1:
-        found["gathered parameters"] = all_of.gathered
+        sizes["gathered parameters"] = all_of.gathered
         splits = SCHEDULES[layout.pp_schedule].splits_backward
         if layout.micro_batches > 1 and all_of.unsharded_gradients and not splits:
-            # Before they are cut for the shards, and padded.
+            # Before they are sharded, and padded.
             whole = stage_parameters(model, replace(layout, dp=1, cp=1), stages)
-            found[WHOLE] = max(4, options.dtype_bytes) * whole
-    sent = collectives(model, layout, stages=stages, seq_len=seq_len, **plan)
+            sizes[WHOLE] = options.wide_bytes * whole
+    sent = collectives(model, layout, options, config.step.seq_len, stages)
     # Where a sequence is cut over all ranks, they are one group, also as shards.
     names = {"dp x cp": "cp"} if layout.cp == layout.world_size else {}
     rows = [(names.get(c.dim, c.dim), c.kind, c.bytes, c.count * c.units) for c in sent]
     # Loss and squared gradient norm, in float64.
-    return _numbers(found, [*rows, ("all", "all_reduce", 16, 1)])
+    return _numbers(sizes, [*rows, ("all", "all_reduce", 16, 1)])
 
 
-def _numbers(held: Numbers, sent: list[tuple[str, str, int, int]]) -> Numbers:
+def _numbers(sizes: Numbers, sent: list[tuple[str, str, int, int]]) -> Numbers:
     """Bytes that are held, and count and bytes of the collectives by mesh dim and kind.
 
     Args:
         sent: mesh dim, kind, bytes of the whole tensor, and number of each collective.
     """
-    found = {f"{what}: bytes": size for what, size in held.items()}
+    numbers = {f"{what}: bytes": size for what, size in sizes.items()}
     for dim, kind, size, number in sorted(sent):
         for unit, value in (("count", number), ("bytes", number * size)):
             name = f"{kind} over {dim}: {unit}"
-            found[name] = found.get(name, 0) + value
-    return found
+            numbers[name] = numbers.get(name, 0) + value
+    return numbers
 
 
 def _kept(config: Config, micro: MicroBatch, stages: list[Stage]) -> int:
     """Bytes that a micro-batch leaves for its backward in the stages of a rank."""
-    total = 0
-    for blocks, first, last in holding(config.model, stages).stages:
-        total += blocks * micro.block + first * micro.embedding
-        total += micro.head + micro.loss_kept if last else micro.boundary
-    return total
+    here = holding(config.model, stages, config.memory.activation_checkpoint)
+    loss = micro.loss_kept if here.last else 0
+    return loss + sum(stage_bytes(stage, micro) for stage in here.stages)
 
 
 def _line(points: dict[int, int], at: int) -> int:
@@ -126,8 +125,8 @@ def extrapolate(config: Config, layout: Layout, pp_rank: int) -> Numbers:
             points = {size: numbers[name] for size, numbers in by_size.items()}
             lines.setdefault(name, {})[m] = _line(points, blocks)
     whole = lines.pop(f"{WHOLE}: bytes", {})
-    found = {f"{WHOLE}: bytes": max(whole.values())} if whole else {}
-    return found | {name: _line(points, layout.micro_batches) for name, points in lines.items()}
+    largest = {f"{WHOLE}: bytes": max(whole.values())} if whole else {}
+    return largest | {name: _line(points, layout.micro_batches) for name, points in lines.items()}
 
 
 def dry_run(config: Config, layout: Layout) -> int:
@@ -149,10 +148,10 @@ def dry_run(config: Config, layout: Layout) -> int:
     different = 0
     for pp_rank in sorted({0, layout.pp // 2, layout.pp - 1}):
         sizes, counts = _samples(config, layout, pp_rank)
-        found, expected = extrapolate(config, layout, pp_rank), formula(config, layout, pp_rank)
+        traced, expected = extrapolate(config, layout, pp_rank), formula(config, layout, pp_rank)
         table = [("what", "traced", "formula", "")]
-        for name in {**expected, **found}:
-            pair = found.get(name, 0), expected.get(name, 0)
+        for name in {**expected, **traced}:
+            pair = traced.get(name, 0), expected.get(name, 0)
             same = pair[0] == pair[1]
             different += not same
             table.append((name, *(f"{n:,}" for n in pair), "equal" if same else "DIFFERENT"))
@@ -180,6 +179,11 @@ def _refuse(config: Config) -> None:
     for flag, value, off in (
         ("--compile", chosen.compile, "--no-compile"),
         ("--cpu-offload", chosen.cpu_offload, "--no-cpu-offload"),
+        (
+            f"--activation-checkpoint {chosen.activation_checkpoint}",
+            chosen.activation_checkpoint not in ("none", "full"),
+            "--activation-checkpoint none or full",
+        ),
         (
             f"--grad-compression {chosen.grad_compression}",
             chosen.grad_compression != "none",

@@ -19,20 +19,19 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from parallel.data_parallel import fsdp_units
 from training.optimizers.sharded import ShardedOptimizer
 
-KINDS = {
-    "allgather": "all_gather", "all_gather": "all_gather", "reduce_scatter": "reduce_scatter",
-    "allreduce": "all_reduce", "all_reduce": "all_reduce", "send": "send", "recv": "recv",
-}  # fmt: skip
+# By a part of the operation's name.
+KINDS = {"allgather": "all_gather", "allreduce": "all_reduce"}
+KINDS |= {kind: kind for kind in ("all_gather", "reduce_scatter", "all_reduce", "send", "recv")}
 # Loss and squared gradient norm of a step, summed over all ranks in float64.
 STEP_SUMS = ("all_reduce", 16)
 
 
 class CountCollectives(TorchDispatchMode):
-    """Counts collectives: ``found[group name, kind, bytes of the whole tensor]``."""
+    """Counts collectives: ``counts[group name, kind, bytes of the whole tensor]``."""
 
     def __init__(self):
         super().__init__()
-        self.found = collections.Counter()
+        self.counts = collections.Counter()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if DTensor in types:
@@ -45,20 +44,20 @@ class CountCollectives(TorchDispatchMode):
                 leaves = torch.utils._pytree.tree_leaves((args, out))
                 tensors = [t for t in leaves if isinstance(t, Tensor)]
                 size = max(t.numel() * t.element_size() for t in tensors)
-                self.found[_group(func, args), kind, size] += 1
+                self.counts[_group(func, args), kind, size] += 1
         return out
 
     def by_dim(self, mesh: DeviceMesh) -> collections.Counter:
         """The same with the mesh dim, or "all", in place of the group."""
         names = {mesh.get_group(dim).group_name: dim for dim in mesh.mesh_dim_names}
         world = dist.group.WORLD.group_name
-        found = collections.Counter()
-        for (group, kind, size), number in self.found.items():
+        counts = collections.Counter()
+        for (group, kind, size), number in self.counts.items():
             # Only the flattened dim of FSDP is none of the mesh. A dim over all ranks has no group
             # of its own: what is sent tells the two apart.
             all_ranks = group == world and (kind, size) == STEP_SUMS
-            found["all" if all_ranks else names.get(group, "dp x cp"), kind, size] += number
-        return found
+            counts["all" if all_ranks else names.get(group, "dp x cp"), kind, size] += number
+        return counts
 
 
 def _group(func, args: tuple) -> str:
@@ -77,14 +76,14 @@ def local_bytes(tensor: Tensor) -> int:
 
 
 @dataclass(frozen=True)
-class Held:
+class Stored:
     """Bytes that a rank holds at a moment.
 
     Attributes:
         parameters: shards of the parameters.
         gathered: of the parameters that are gathered.
         gradients: shards of the gradients.
-        whole_gradients: gradients that are not shared out.
+        whole_gradients: gradients that are not sharded.
         optimizer: moments.
     """
 
@@ -101,14 +100,14 @@ def _fsdp_params(model: nn.Module) -> Iterator:
         yield from group.fsdp_params
 
 
-def held(model: nn.Module, optimizer: ShardedOptimizer) -> Held:
+def stored(model: nn.Module, optimizer: ShardedOptimizer) -> Stored:
     """What this rank holds now of parameters, gradients and optimizer state."""
     parameters = gathered = gradients = whole = 0
     sharded = list(_fsdp_params(model))
-    if not sharded:  # one dp rank, which has nothing to share out
+    if not sharded:  # one dp rank, which has nothing to shard
         parameters = sum(map(local_bytes, model.parameters()))
-        found = (p.grad for p in model.parameters())
-        gradients = sum(local_bytes(grad) for grad in found if grad is not None)
+        grads = [p.grad for p in model.parameters() if p.grad is not None]
+        gradients = sum(map(local_bytes, grads))
     for p in sharded:
         parameters += local_bytes(p.sharded_param)
         gathered += sum(t.untyped_storage().nbytes() for t in p.all_gather_outputs)
@@ -118,7 +117,7 @@ def held(model: nn.Module, optimizer: ShardedOptimizer) -> Held:
         for grad in (p.unsharded_accumulated_grad, getattr(unsharded, "grad", None)):
             whole += 0 if grad is None else local_bytes(grad)
     states = [t for t in optimizer.named_state().values() if t.ndim]
-    return Held(parameters, gathered, gradients, whole, sum(map(local_bytes, states)))
+    return Stored(parameters, gathered, gradients, whole, sum(map(local_bytes, states)))
 
 
 def gathered_parameters(model: nn.Module) -> list[Tensor]:

@@ -7,29 +7,30 @@ weights; mesh, ``parallelize()``, FSDP2, pipeline and optimizer are those of a r
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from unittest import mock
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.pipelining.stage import InferenceMode
+from torch.overrides import TorchFunctionMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from models.decoder import Llama
 from parallel import parallelize
+from parallel.data_parallel import fsdp_units
 from parallel.launch import Launch
 from parallel.layout import Layout
 from parallel.mesh import Ranks, make_mesh
 from parallel.pipeline import Pipeline
 from parallel.stages import SCHEDULES, Stage
-from recipes.plan.measure import CountCollectives, LiveBytes, gathered_parameters, held
-from training import setup as start
+from recipes.plan.measure import CountCollectives, LiveBytes, gathered_parameters, stored
+from training import setup
+from training.config.options import planner_options
 from training.config.schema import Config
 from training.optimizers.sharded import ShardedOptimizer
-from training.step import FaultFlag, batch_loss, optimizer_step
+from training.step import Engine, batch_loss, forward_backward, update
 
 
 @dataclass(frozen=True)
@@ -45,19 +46,16 @@ class Traced:
     sent: dict[tuple[str, str, int], int]
 
 
-def _flash_attention(q: Tensor, k: Tensor, v: Tensor, **_) -> Tensor:
-    """The operation that a GPU chooses, for a causal mask that ends at the last key."""
-    return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True)[0]
+class _FlashAttention(TorchFunctionMode):
+    """Attention by the operation that a GPU chooses, for a causal mask that ends at the last key.
 
+    torch chooses by the device, and without CUDA it has no fake tensors that can compute there.
+    """
 
-@contextlib.contextmanager
-def _operations_of(cuda: bool) -> Iterator[None]:
-    if not cuda:
-        yield
-        return
-    # torch chooses by the device, and without CUDA it has no fake tensors that can compute there.
-    with mock.patch.object(F, "scaled_dot_product_attention", _flash_attention):
-        yield
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func is F.scaled_dot_product_attention:
+            return torch.ops.aten._scaled_dot_product_flash_attention(*args[:3], 0.0, True)[0]
+        return func(*args, **(kwargs or {}))
 
 
 @contextlib.contextmanager
@@ -97,64 +95,55 @@ def trace(config: Config, layout: Layout, pp_rank: int, blocks: int, *, cuda: bo
     ]
     short = config.model.model_copy(update={"num_hidden_layers": blocks * max(1, len(stages))})
     config = config.model_copy(update={"model": short})
-    options = config.plan_options(cuda=cuda) | config.memory.model_dump()
-    options["dtype"] = getattr(torch, config.step.dtype)
-    with fake_rank(layout, rank) as ranks, _operations_of(cuda):
+    options = planner_options(config, cuda)
+    operations = _FlashAttention() if cuda else contextlib.nullcontext()
+    with fake_rank(layout, rank) as ranks, operations:
         with torch.device("meta"):
-            model = Llama(short).to(start.parameter_dtype(config))
-        parts = parallelize(model, ranks.mesh, zero=layout.zero, stages=stages, **options)
+            model = Llama(short).to(setup.parameter_dtype(config))
+        parts = parallelize(model, ranks.mesh, options, zero=layout.zero, stages=stages)
         # Not before: FSDP2 looks at numbers of its mesh, which fake tensors do not have.
         with FakeTensorMode(allow_non_fake_inputs=True):
-            pipeline = start.make_pipeline(config, parts, stages, layout, ranks)
+            pipeline = setup.make_pipeline(config, parts, stages, layout, ranks)
             if pipeline:
                 _agree_on_given_shapes(pipeline)
             model.to_empty(device=ranks.device)
             optimizer = ShardedOptimizer(model, config.optimizer)
             tokens = torch.zeros((layout.batch_size, seq_len // layout.cp), dtype=torch.int64)
-            traced = _step(model, optimizer, tokens, layout, ranks, pipeline)
-            traced.held["kept by a micro-batch"] = _kept(parts, stages, tokens, options, ranks)
+            traced = _step(Engine(model, optimizer, layout, ranks, pipeline), tokens)
+            kept = _kept(parts, stages, tokens, getattr(torch, config.step.dtype), ranks)
+            traced.held["kept by a micro-batch"] = kept
     return traced
 
 
-def _step(
-    model: Llama,
-    optimizer: ShardedOptimizer,
-    tokens: Tensor,
-    layout: Layout,
-    ranks: Ranks,
-    pipeline: Pipeline | None,
-) -> Traced:
+def _step(engine: Engine, tokens: Tensor) -> Traced:
     """One optimizer step."""
-    moments, within = [], []
-    backward = FSDPParamGroup.pre_backward
-
-    def sampled(group, *args, **kwargs):
-        # Between the backwards of two units.
-        within.append(held(model, optimizer))
-        return backward(group, *args, **kwargs)
-
-    with CountCollectives() as counter, mock.patch.object(FSDPParamGroup, "pre_backward", sampled):
-        optimizer_step(
-            model, optimizer, [(tokens, tokens)] * layout.micro_batches, 1, ranks,
-            zero=layout.zero, pipeline=pipeline, lr=1.0, grad_clip=1.0, step=1,
-            fault=FaultFlag(ranks.device),
-            while_reducing=lambda: moments.append(held(model, optimizer)),
-        )  # fmt: skip
-    (end,) = moments
-    found = {
-        "parameters": end.parameters, "gradients": end.gradients, "optimizer state": end.optimizer
-    }  # fmt: skip
+    model, optimizer, layout, within = engine.model, engine.optimizer, engine.layout, []
+    # Between the backwards of two units.
+    hooks = [
+        unit.register_full_backward_pre_hook(lambda *_: within.append(stored(model, optimizer)))
+        for unit in fsdp_units(model)
+    ]
+    with CountCollectives() as counter:
+        share = forward_backward(engine, [(tokens, tokens)] * layout.micro_batches, 1)
+        end = stored(model, optimizer)
+        update(engine, share, step=1, lr=1.0, grad_clip=1.0)
+    for hook in hooks:
+        hook.remove()
+    sizes = {"parameters": end.parameters, "gradients": end.gradients}
+    sizes["optimizer state"] = end.optimizer
     if layout.zero <= 1:
-        found["gathered parameters"] = max((moment.gathered for moment in within), default=0)
+        sizes["gathered parameters"] = max((moment.gathered for moment in within), default=0)
         # A schedule that splits the backward keeps gradients of weights in the compute dtype, too,
         # until its next backward.
         splits = SCHEDULES[layout.pp_schedule].splits_backward
         if layout.micro_batches > 1 and within and not splits:
-            found["whole gradients"] = max((moment.whole_gradients for moment in within), default=0)
-    return Traced(found, dict(counter.by_dim(ranks.mesh)))
+            sizes["whole gradients"] = max((moment.whole_gradients for moment in within), default=0)
+    return Traced(sizes, dict(counter.by_dim(engine.ranks.mesh)))
 
 
-def _kept(parts: list[Llama], stages: list[Stage], tokens: Tensor, options: dict, ranks) -> int:
+def _kept(
+    parts: list[Llama], stages: list[Stage], tokens: Tensor, dtype: torch.dtype, ranks
+) -> int:
     """Bytes that a micro-batch leaves for its backward in all stages of a rank.
 
     A stage that has others before it keeps what it has received, and one that has others after it
@@ -166,8 +155,8 @@ def _kept(parts: list[Llama], stages: list[Stage], tokens: Tensor, options: dict
         with LiveBytes() as live:
             x = tokens
             if not stage.first:
-                shape = batch, length // part.model.sequence_shards, part.config.hidden_size
-                x = torch.empty(shape, dtype=options["dtype"], requires_grad=True)
+                shape = batch, length // part.sequence_shards, part.config.hidden_size
+                x = torch.empty(shape, dtype=dtype, requires_grad=True)
             out = batch_loss(part, x, tokens, ranks) if stage.last else part(x)
             # A loss is a number.
             others = [*gathered_parameters(part), *([out] if stage.last else [])]

@@ -39,9 +39,15 @@ def record(rank: int, **fields) -> dict:
 
 def collective(op: str, number: int, state: str = "completed", size: int = 64, **fields) -> dict:
     return {
-        "group": "3", "op": op, "number": number, "p2p": False, "state": state,
-        "sizes": [[[4, size]], [[4, size]]], "dtypes": ["Float"], "time": 1e9,
-    } | fields  # fmt: skip
+        "group": "3",
+        "op": op,
+        "number": number,
+        "p2p": False,
+        "state": state,
+        "sizes": [[[4, size]], [[4, size]]],
+        "dtypes": ["Float"],
+        "time": 1e9,
+    } | fields
 
 
 def make_run(path: Path, world_size: int, records: list[dict], state: str = "failed") -> Path:
@@ -78,17 +84,18 @@ def desync(argv: list[str], port: int):
     import torch
     import torch.distributed as dist
 
-    import training.step
+    import training.loop
 
-    real = training.step.optimizer_step
+    real, steps = training.loop.forward_backward, []
 
-    def astray(model, optimizer, batch, target_tokens, ranks, *, step, **kwargs):
-        if step == 3 and os.environ["RANK"] == "1":
+    def astray(engine, batch, target_tokens):
+        steps.append(len(steps))
+        if len(steps) == 3 and os.environ["RANK"] == "1":
             parts = [torch.empty(5), torch.empty(5)]
-            dist.all_gather(parts, torch.ones(5), group=ranks.mesh.get_group("tp"))
-        return real(model, optimizer, batch, target_tokens, ranks, step=step, **kwargs)
+            dist.all_gather(parts, torch.ones(5), group=engine.ranks.mesh.get_group("tp"))
+        return real(engine, batch, target_tokens)
 
-    with mock.patch("training.step.optimizer_step", astray):
+    with mock.patch("training.loop.forward_backward", astray):
         return run_main(argv, port)
 
 
@@ -110,8 +117,8 @@ def test_a_crash_of_the_interpreter_leaves_its_stacks(diagnose, tmp_path):
     code = """
 import ctypes, pathlib, sys
 from types import SimpleNamespace
-from training.diagnosis import Diagnosis
-from training.run_dir import RunDir
+from training.run.diagnosis import Diagnosis
+from training.run.directory import RunDir
 diagnosis = Diagnosis(RunDir(pathlib.Path(sys.argv[1])), SimpleNamespace(rank=0, mesh=None))
 ctypes.string_at(0)
 """
@@ -180,8 +187,9 @@ def test_what_is_said_without_a_diagnosis(diagnose, capsys, tmp_path):
     run.metrics_jsonl.write_text('{"step": 7}\n')
     text = diagnose(tmp_path)
     assert f"`kill -USR2 {os.getpid()}`" in text and "last logged step is 7" in text
-    child = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], text=True,
-                           capture_output=True)  # fmt: skip
+    child = subprocess.run(
+        [sys.executable, "-c", "import os; print(os.getpid())"], text=True, capture_output=True
+    )
     status = {"state": "running", "time": time.time(), "host": socket.gethostname()}
     run.status_json.write_text(json.dumps(status | {"pid": int(child.stdout)}))
     assert "That process is gone without a word" in diagnose(tmp_path)
@@ -195,7 +203,6 @@ def test_what_is_said_without_a_diagnosis(diagnose, capsys, tmp_path):
 
 def test_torch_is_not_imported(tmp_path):
     run = make_run(tmp_path / "run", 8, [record(0)])
-    code = (
-        "import sys, launch.diagnose as d; d.main(sys.argv[1:]); assert 'torch' not in sys.modules"
-    )
+    code = "import sys; from launch.diagnose.__main__ import main; main(sys.argv[1:])"
+    code += "; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code, run], cwd=REPO, check=True, capture_output=True)

@@ -15,12 +15,15 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
+import pynvml
 import pytest
 
 from launch.preflight import __main__ as preflight
-from launch.preflight import bandwidth, gpus, network, node
+from launch.preflight import bandwidth, checks, gpus, network, node
 from launch.preflight.meeting import Meeting
 from launch.preflight.node import Report
 from parallel.launch import Launch
@@ -153,18 +156,14 @@ def test_two_healthy_nodes(tmp_path, hosts):
     (run_dir / "status.json").write_text("{}")
     agents = []
     for i, host in enumerate(("nodeA", "nodeB")):
-        command = [
-            sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--node-rank", str(i),
-            "--nproc-per-node", "2", "--master-addr", "nodeA", "--master-port", str(port),
-            "-m", "launch.preflight", *FLAGS, "--run-dir", str(run_dir),
-        ]  # fmt: skip
-        script = f"mount --bind {hosts} /etc/hosts && hostname {host} && exec {shlex.join(command)}"
-        agents.append(
-            subprocess.Popen(
-                ["unshare", "--mount", "--uts", "bash", "-c", script],
-                cwd=REPO, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-            )
-        )  # fmt: skip
+        torchrun = f"-m torch.distributed.run --nnodes 2 --node-rank {i} --nproc-per-node 2"
+        master = f"--master-addr nodeA --master-port {port}"
+        program = shlex.join(["-m", "launch.preflight", *FLAGS, "--run-dir", str(run_dir)])
+        command = f"{shlex.quote(sys.executable)} {torchrun} {master} {program}"
+        script = f"mount --bind {hosts} /etc/hosts && hostname {host} && exec {command}"
+        words = ["unshare", "--mount", "--uts", "bash", "-c", script]
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        agents.append(subprocess.Popen(words, cwd=REPO, text=True, **pipes))
     first, second = (agent.communicate(timeout=120) for agent in agents)
     assert [agent.returncode for agent in agents] == [0, 0], (first, second)
     assert second[0] == "", "only rank 0 speaks"
@@ -257,10 +256,9 @@ def test_a_master_port_where_nobody_listens(tmp_path, group):
     ],
 )
 def test_bad_flags(tmp_path, no_launcher, argv, message):
-    done = subprocess.run(
-        [sys.executable, "-X", "importtime", "-m", "launch.preflight", *argv.split()],
-        env=os.environ | {"PYTHONPATH": str(REPO)}, text=True, capture_output=True,
-    )  # fmt: skip
+    command = [sys.executable, "-X", "importtime", "-m", "launch.preflight", *argv.split()]
+    env = os.environ | {"PYTHONPATH": str(REPO)}
+    done = subprocess.run(command, env=env, text=True, capture_output=True)
     (error,) = [line for line in done.stderr.splitlines() if not line.startswith("import time:")]
     assert done.returncode == 2
     assert error.startswith("launch.preflight: error: ") and message in error
@@ -300,8 +298,8 @@ def test_versions_of_this_node():
 
 
 def test_limits():
-    enough = {"files": 9000, "memlock": float("inf"), "core": 0, "shm_total": 2**36,
-              "shm_free": 2**35}  # fmt: skip
+    enough = {"files": 9000, "memlock": float("inf"), "core": 0}
+    enough |= {"shm_total": 2**36, "shm_free": 2**35}
     few = enough | {"files": 1024, "memlock": 2**23, "shm_free": 2**26}
     report = said(node.judge_limits, {"a": enough, "b": few}, 4096, True)
     assert report.faults == [
@@ -309,8 +307,8 @@ def test_limits():
         "where the job is started"
     ]
     locked, shm = report.warnings
-    assert "lock 8 MiB of memory on b" in locked and "/dev/shm has 64 MiB free on b" in shm
-    assert "1024 open files, locked memory 8 MiB" in report.lines[0]
+    assert "lock 8.0 MiB of memory on b" in locked and "/dev/shm has 64.0 MiB free on b" in shm
+    assert "1024 open files, locked memory 8.0 MiB" in report.lines[0]
     assert not said(node.judge_limits, {"a": node.limits()}, 2, False).faults
 
 
@@ -409,37 +407,33 @@ def test_a_run_directory_that_cannot_be_written(tmp_path):
 
 def test_space():
     report = said(node.judge_space, 2**30, 10**8)
-    assert (
-        "1 GiB free, and two checkpoints of 100,000,000 parameters take 2 GiB" in report.warnings[0]
-    )
+    text = "1.00 GiB free, and two checkpoints of 100,000,000 parameters take 2.24 GiB"
+    assert text in report.warnings[0]
     assert not said(node.judge_space, 2**32, 10**8).warnings
 
 
-H100 = (
-    "0, GPU-6a1f, NVIDIA H100 80GB HBM3, 81559, 4, 0, 345, 1980, 0x0000000000000001, 0, 550.54.15"
+H100 = gpus.Gpu(
+    index=0,
+    name="NVIDIA H100 80GB HBM3",
+    driver="550.54.15",
+    total=81559,
+    used=4,
+    busy=0,
+    clock=345,
+    max_clock=1980,
+    reasons=1,
+    ecc=0,
+    pids=[],
 )
+BUSY = {"used": 40213, "busy": 97, "clock": 1410, "reasons": 0x44, "ecc": 2, "pids": [1234, 1240]}
+RTX_3090 = {"name": "NVIDIA GeForce RTX 3090", "total": 24576, "clock": 210, "max_clock": 2100}
 
 
-def test_gpus_as_nvidia_smi_writes_them():
-    text = (
-        f"{H100}\n"
-        "1, GPU-77b0, NVIDIA H100 80GB HBM3, 81559, 40213, 97, 1410, 1980, "
-        "0x0000000000000044, 2, 550.54.15\n"
-        "2, GPU-88c1, NVIDIA GeForce RTX 3090, 24576, 1, 0, 210, 2100, [N/A], [N/A], 550.54.15\n"
-    )
-    found = gpus.parse_gpus(text)
-    assert found[0] == {
-        "index": "0", "uuid": "GPU-6a1f", "name": "NVIDIA H100 80GB HBM3", "total": 81559,
-        "used": 4, "busy": 0, "clock": 345, "max_clock": 1980, "reasons": 1, "ecc": 0,
-        "driver": "550.54.15",
-    }  # fmt: skip
-    assert found[1]["reasons"] == 0x44 and found[2]["ecc"] is None and found[2]["reasons"] is None
-    pids = gpus.parse_processes("GPU-77b0, 1234\nGPU-77b0, 1240\n")
-    assert pids == {"GPU-77b0": ["1234", "1240"]} and gpus.parse_processes("\n") == {}
-
-    found = [gpu | {"pids": pids.get(gpu["uuid"], [])} for gpu in found]
+def test_what_is_wrong_with_gpus():
+    unknown = {"reasons": None, "ecc": None}
+    devices = [H100, replace(H100, index=1, **BUSY), replace(H100, index=2, **RTX_3090, **unknown)]
     answers = {
-        "a": {"gpus": found, "seen": 3, "ranks": 3},
+        "a": {"gpus": devices, "seen": 3, "ranks": 3},
         "b": {"gpus": [], "seen": 0, "ranks": 3},
     }
     report = said(gpus.judge_gpus, answers)
@@ -450,7 +444,7 @@ def test_gpus_as_nvidia_smi_writes_them():
     assert model.startswith("the GPU model is NVIDIA GeForce RTX 3090 with 24576 MiB on GPU 2 on a")
     assert report.result is False
 
-    report = said(gpus.judge_loaded_gpus, {"a": found})
+    report = said(gpus.judge_loaded_gpus, {"a": devices})
     assert report.faults == [
         "GPU 1 on a is throttled at 1410 of 1980 MHz (hardware thermal slowdown): check cooling "
         "and power, or leave the node out"
@@ -458,21 +452,38 @@ def test_gpus_as_nvidia_smi_writes_them():
     assert len(report.warnings) == 2  # the others run at idle clocks
 
 
-def test_a_driver_that_calls_the_reasons_throttling(tmp_path, monkeypatch):
-    """Before 535. The program is a stand-in; no machine here has the real one."""
-    smi = tmp_path / "nvidia-smi"
-    smi.write_text(
-        '#!/bin/bash\ncase "$*" in\n'
-        "*clocks_event_reasons*) exit 2;;\n"
-        f"*--query-gpu=*clocks_throttle_reasons.active*) echo '{H100}';;\n"
-        "*) echo 'GPU-6a1f, 77';;\nesac\n"
-    )
-    smi.chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    (found,) = gpus.query_gpus()
-    assert found["max_clock"] == 1980 and found["pids"] == ["77"]
-    smi.write_text("#!/bin/bash\nexit 9\n")
-    assert gpus.query_gpus() == []
+def test_a_driver_that_calls_the_reasons_throttling(monkeypatch):
+    """Before 535. The library is a stand-in; no machine here has a driver."""
+
+    def unsupported(*_):
+        raise pynvml.NVMLError(pynvml.NVML_ERROR_FUNCTION_NOT_FOUND)
+
+    def answer(name: str, value: object) -> None:
+        monkeypatch.setattr(pynvml, f"nvml{name}", value if callable(value) else lambda *_: value)
+
+    answer("Init", None)
+    answer("SystemGetDriverVersion", H100.driver)
+    answer("DeviceGetCount", 1)
+    answer("DeviceGetHandleByIndex", lambda index: f"handle {index}")
+    answer("DeviceGetHandleByUUID", lambda uuid: f"handle {uuid}")
+    answer("DeviceGetIndex", H100.index)
+    answer("DeviceGetName", H100.name)
+    answer("DeviceGetMemoryInfo", SimpleNamespace(total=81559 << 20, used=(5 << 20) - 1))
+    answer("DeviceGetUtilizationRates", SimpleNamespace(gpu=0, memory=0))
+    answer("DeviceGetClockInfo", 345)
+    answer("DeviceGetMaxClockInfo", 1980)
+    answer("DeviceGetCurrentClocksEventReasons", unsupported)
+    answer("DeviceGetCurrentClocksThrottleReasons", 1)
+    answer("DeviceGetTotalEccErrors", 0)
+    answer("DeviceGetComputeRunningProcesses", [SimpleNamespace(pid=77)])
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert gpus.read_gpus() == [replace(H100, pids=[77])]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,GPU-6a1f")
+    assert len(gpus.read_gpus()) == 2
+    answer("DeviceGetHandleByUUID", unsupported)
+    assert gpus.read_gpus() == []
+    answer("Init", unsupported)
+    assert gpus.read_gpus() == []
 
 
 def test_no_gpus():
@@ -535,12 +546,12 @@ def test_who_hangs():
     meeting = preflight_meeting()
     done, wait = {"step": 9, "at": "the end", "mesh": []}, {"step": 4, "at": "all-gather over dp"}
     behind = {"step": 3, "at": "all-reduce over dp"}
-    (fault,) = said(preflight.judge_progress, {0: wait, 1: behind, 2: done}, meeting).faults
+    (fault,) = said(checks.judge_progress, {0: wait, 1: behind, 2: done}, meeting).faults
     assert fault.startswith("rank 1 on n0 hangs in all-reduce over dp, and the others wait")
-    (fault,) = said(preflight.judge_progress, {0: wait, 1: wait}, meeting).faults
+    (fault,) = said(checks.judge_progress, {0: wait, 1: wait}, meeting).faults
     assert fault.startswith("no rank came past all-gather over dp in time")
     failed = behind | {"error": "Connection closed by peer"}
-    (fault,) = said(preflight.judge_progress, {0: wait, 3: failed}, meeting).faults
+    (fault,) = said(checks.judge_progress, {0: wait, 3: failed}, meeting).faults
     assert fault == "rank 3 on n1 failed in all-reduce over dp: Connection closed by peer"
 
 

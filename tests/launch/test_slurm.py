@@ -313,9 +313,13 @@ def job(tmp_path, monkeypatch):
         if not (tmp_path / "launch/slurm").exists():
             (tmp_path / "launch/slurm").symlink_to(REPO / "launch/slurm")
         done = subprocess.run(
-            ["bash", REPO / "launch/slurm/train.sbatch", "--tp", "2"], cwd=tmp_path,
-            env=base | environ, capture_output=True, text=True, timeout=30,
-        )  # fmt: skip
+            ["bash", REPO / "launch/slurm/train.sbatch", "--tp", "2"],
+            cwd=tmp_path,
+            env=base | environ,
+            capture_output=True,
+            text=True,
+            timeout=30,
+        )
         return done.returncode, done.stdout + done.stderr, log.read_text()
 
     return run
@@ -401,9 +405,11 @@ def test_a_signal_at_any_time_reaches_the_ranks(job):
     waits = "for _ in $(seq 100); do sleep 0.1; [ -e told ] && break; done; rm told\n"
     deaf = "[ -e asked ] && touch told; touch asked; exit 1"
     code, output, calls = job(
-        {"ENVIRONMENT": "BATCH"}, scontrol=f'[ "$1" = requeue ] || {{ {signalled}; }}',
-        srun=waits + status("stopped", step=7), scancel=deaf,
-    )  # fmt: skip
+        {"ENVIRONMENT": "BATCH"},
+        scontrol=f'[ "$1" = requeue ] || {{ {signalled}; }}',
+        srun=waits + status("stopped", step=7),
+        scancel=deaf,
+    )
     assert calls.count("scancel --signal=USR1 24007") >= 2
     assert code == 0 and "scontrol requeue 24007" in calls, output
 

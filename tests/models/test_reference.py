@@ -93,7 +93,7 @@ def test_rope_tables_survive_meta_and_casts():
     init_weights(model, seed=0)
     model.to(torch.bfloat16)
     model(torch.zeros(1, 8, dtype=torch.int64))
-    (cos, _) = next(iter(model.model._tables.values()))
+    (cos, _) = next(iter(model._rope.values()))
     assert torch.equal(cos, rope_tables(config, torch.arange(8), torch.float32)[0])
 
 

@@ -10,12 +10,12 @@ import torch.distributed as dist
 
 from parallel import grad_compression
 from parallel.grad_compression import replicate
+from parallel.options import ParallelOptions
 from planner.collectives import collectives
 from recipes.compare_layouts.judge import SENT_ROUNDOFF, Lossy
 from tests.ranks import free_port
 from tests.runs import SMALL, curve, run_main, train
 from tests.toy import (
-    GLOBAL_BATCH,
     SEQ_LEN,
     deviation,
     full,
@@ -23,11 +23,12 @@ from tests.toy import (
     make_layout,
     make_model,
     make_ranks,
+    one_step,
     train_toy,
-)  # fmt: skip
+)
 from training.config.schema import OptimizerSection
 from training.optimizers.sharded import ShardedOptimizer
-from training.step import FaultFlag, optimizer_step
+from training.step import Engine
 
 # Wide enough that two factors of rank 32 are less than half of most of its matrices.
 WIDE = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 1, "vocab_size": 256}
@@ -119,12 +120,9 @@ def memorise(compression: str, steps: int) -> tuple[list[float], bytes]:
     with mock.patch.object(grad_compression, "BUCKET_MB", 0.2):
         trained = replicate(model, compression)
     batch, losses = local_batch(0, ranks, 1, 256, "none"), []
-    fault = FaultFlag(ranks.device)
+    engine = Engine(trained, optimizer, make_layout(1, zero=0), ranks)
     for step in range(1, steps + 1):
-        result = optimizer_step(
-            trained, optimizer, batch, GLOBAL_BATCH * SEQ_LEN, ranks,
-            zero=0, lr=1e-3, grad_clip=1.0, step=step, fault=fault,
-        )  # fmt: skip
+        result = one_step(engine, batch, step=step, lr=1e-3)
         losses.append(result.loss.item())
     return losses, b"".join(full(p).tobytes() for p in model.parameters())
 
@@ -208,7 +206,8 @@ def count_step(compression: str, fields: dict):
     memory = {"grad_compression": compression}
     model = make_model(ranks, zero=0, dtype="float32", memory=memory, **fields)
     optimizer = ShardedOptimizer(model, OptimizerSection())
-    trained, fault = replicate(model, compression), FaultFlag(ranks.device)
+    layout = make_layout(1, zero=0, micro_batches=2)
+    engine = Engine(replicate(model, compression), optimizer, layout, ranks)
     found, send = collections.Counter(), dist.all_reduce
 
     def counted(tensor, *args, **options):
@@ -221,15 +220,10 @@ def count_step(compression: str, fields: dict):
         # Of a hook's collectives some start in callbacks on other threads, where no dispatch mode
         # sees them.
         with mock.patch.object(dist, "all_reduce", counted):
-            optimizer_step(
-                trained, optimizer, batch, GLOBAL_BATCH * SEQ_LEN, ranks,
-                zero=0, lr=1e-3, grad_clip=1.0, step=step + 1, fault=fault,
-            )  # fmt: skip
+            one_step(engine, batch, step=step + 1, lr=1e-3)
     planned = collections.Counter({("all_reduce", 16): 1})
-    for row in collectives(
-        model.config, make_layout(1, zero=0, micro_batches=2), seq_len=SEQ_LEN,
-        sequence_parallel=False, dtype="float32", grad_compression=compression,
-    ):  # fmt: skip
+    options = ParallelOptions(dtype="float32", grad_compression=compression)
+    for row in collectives(model.config, layout, options, SEQ_LEN):
         planned[row.kind, row.bytes] += row.count
     return found, planned, 4 * model.config.num_parameters
 

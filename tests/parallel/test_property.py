@@ -40,7 +40,7 @@ def draw(seed: int) -> tuple[int, int, dict, dict]:
         "sp": tp > 1 and chance.random() < 0.5,
         "memory": {
             "activation_checkpoint": chance.choice(
-                ["none"] if splits else ["none", "selective", "full"]
+                ["none"] if splits else ["none", "every-2", "full"]
             ),
             "loss_chunks": chance.choice([1, 1, 3]),
             "prefetch": chance.choice([None, 0, 2]),

@@ -19,10 +19,11 @@ from parallel import parallelize
 from parallel.context_parallel import local_positions
 from parallel.launch import Launch
 from parallel.layout import layout_flags, parse_layout
-from planner.collectives import collectives, parameter_rows
+from parallel.options import ParallelOptions
+from planner.collectives import collectives
+from planner.print_plan import parameter_rows
 from recipes.plan.measure import CountCollectives
 from tests.toy import (
-    GLOBAL_BATCH,
     MODEL,
     SEQ_LEN,
     full,
@@ -30,12 +31,14 @@ from tests.toy import (
     make_layout,
     make_model,
     make_ranks,
-)  # fmt: skip
+    one_step,
+)
 from training.config.command_line import parse_flags
+from training.config.options import planner_options
 from training.config.schema import OptimizerSection
 from training.optimizers.sharded import ShardedOptimizer
 from training.start import check
-from training.step import FaultFlag, batch_loss, optimizer_step
+from training.step import Engine, batch_loss
 
 
 def local_shapes(tp: int, **fields) -> dict:
@@ -100,25 +103,18 @@ def count_step(
     options = {"zero": layout.zero, "dtype": dtype, "layout": layout, "memory": memory}
     model = make_model(ranks, sp=sp, **options, **fields)
     optimizer = ShardedOptimizer(model, OptimizerSection())
-    fault, vocab = FaultFlag(ranks.device), model.config.vocab_size
+    engine, vocab = Engine(model, optimizer, layout, ranks, model.pipeline), model.config.vocab_size
     for step in (0, 1):
         batch = local_batch(step, ranks, micro_batches, vocab, "none")
         with CountCollectives() as counter:
-            optimizer_step(
-                model, optimizer, batch, GLOBAL_BATCH * SEQ_LEN, ranks,
-                zero=layout.zero, pipeline=model.pipeline, lr=1e-3, grad_clip=1.0,
-                step=step + 1, fault=fault,
-            )  # fmt: skip
+            one_step(engine, batch, step=step + 1, lr=1e-3)
     stages = layout.rank_stages(model.config, SEQ_LEN, ranks.pp_rank)
     planned = collections.Counter({("all_reduce", 16): 1})  # loss and squared gradient norm
-    for row in collectives(
-        model.config, layout, stages=stages, seq_len=SEQ_LEN, sequence_parallel=sp,
-        dtype=dtype, **memory,
-    ):  # fmt: skip
-        blocks = len(model.model.layers) if row.unit == "block" else 1
-        planned[row.kind, row.bytes] += row.count * blocks
+    options = ParallelOptions(sequence_parallel=sp, dtype=dtype, **memory)
+    for row in collectives(model.config, layout, options, SEQ_LEN, stages):
+        planned[row.kind, row.bytes] += row.count * row.units
     found = collections.Counter()
-    for (_, kind, size), number in counter.found.items():
+    for (_, kind, size), number in counter.counts.items():
         found[kind, size] += number
     return found, planned
 
@@ -168,7 +164,9 @@ def test_collectives_equal_the_plan(
         (2, {}, True, {"activation_checkpoint": "full", "loss_chunks": 3}),
         (2, {"pp": 2, "zero": 1}, False, {"activation_checkpoint": "full", "loss_chunks": 2}),
         (2, {"cp": 2}, False, {"activation_checkpoint": "full"}),
-        (2, {}, True, {"activation_checkpoint": "selective"}),
+        (2, {}, True, {"activation_checkpoint": "every-2"}),
+        (2, {"cp": 2}, False, {"activation_checkpoint": "every-2"}),
+        (1, {"pp": 2}, False, {"activation_checkpoint": "every-2"}),
     ],
 )
 def test_collectives_with_memory_savers_equal_the_plan(tp, sizes, sp, memory, ranks4):
@@ -189,11 +187,9 @@ def test_the_plan_is_the_least_that_can_be_sent(name, mode):
     planned = collections.Counter(
         {("all", "all_reduce", "count"): 1, ("all", "all_reduce", "bytes"): 16}
     )
-    for row in collectives(
-        config.model, layout, stages=layout.rank_stages(config.model, config.step.seq_len, 0),
-        seq_len=config.step.seq_len, dtype="float32",
-        sequence_parallel=mode == "on" and layout.tp > 1,
-    ):  # fmt: skip
+    seq_len, options = config.step.seq_len, planner_options(config, cuda=False)
+    stages = layout.rank_stages(config.model, seq_len, 0)
+    for row in collectives(config.model, layout, options, seq_len, stages):
         planned[row.dim, row.kind, "count"] += row.count * row.units
         planned[row.dim, row.kind, "bytes"] += row.count * row.units * row.bytes
     assert communication.minimum(flags, sizes) == planned
@@ -241,7 +237,7 @@ def init_peak(tp: int) -> tuple[int, int, int]:
     config = LlamaConfig(**(MODEL | {"vocab_size": 200_000, "hidden_size": 64, "head_dim": 8}))
     with torch.device("meta"):
         model = Llama(config)
-    parallelize(model, ranks.mesh, sequence_parallel=False, zero=3, dtype=torch.float32)
+    parallelize(model, ranks.mesh, ParallelOptions(dtype="float32"))
     model.to_empty(device="cpu")
     tracemalloc.start()  # numpy reports to it; the shards themselves exist already
     init_weights(model, seed=0)
@@ -357,12 +353,9 @@ def train_and_keep_replicas(tp: int, sp: bool) -> dict:
     ranks = make_ranks(tp)
     model = make_model(ranks, sp=sp, dtype="float32", num_key_value_heads=1)
     optimizer = ShardedOptimizer(model, OptimizerSection(lr=1e-2))
-    fault = FaultFlag(ranks.device)
+    engine = Engine(model, optimizer, make_layout(tp), ranks)
     for step in range(5):
-        optimizer_step(
-            model, optimizer, local_batch(step, ranks, 1, 64, "none"), GLOBAL_BATCH * SEQ_LEN,
-            ranks, zero=3, lr=1e-2, grad_clip=1.0, step=step + 1, fault=fault,
-        )  # fmt: skip
+        one_step(engine, local_batch(step, ranks, 1, 64, "none"), step=step + 1, lr=1e-2)
     return {
         name: p.to_local().detach().numpy().tobytes()
         for name, p in model.named_parameters()

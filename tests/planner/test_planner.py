@@ -251,6 +251,7 @@ def test_learning_from_runs(tmp_path, capsys):
     [
         (["--keep", "tp"], "--keep tp is not NAME=VALUE"),
         (["--gpu", "h10"], "h10"),
+        (["--gpu", "l40s"], "--gpu l40s: the table has only its peak"),
         (["--emit", "plan.txt"], "--emit plan.txt: name a file that ends in .toml"),
         (["--learn", "no/such"], "--learn no/such"),
         (["--gpus", "16", "--keep", "pp=3"], "--keep pp=3: 3 does not divide the 16 GPUs"),

@@ -14,13 +14,14 @@ from unittest import mock
 import numpy as np
 import pytest
 
-import recipes.compare_layouts.judge
 from parallel.layout import layout_flags
-from recipes.compare_layouts import __main__ as compare_layouts
+from recipes.compare_layouts import command as compare_layouts
 from recipes.compare_layouts import differences
-from recipes.compare_layouts.__main__ import main
+from recipes.compare_layouts.command import main
 from recipes.compare_layouts.judge import Lossy, Verdict, rounding_bound
-from recipes.compare_layouts.report import draw, print_table, table_rows
+from recipes.compare_layouts.plots import draw
+from recipes.compare_layouts.report import print_table, table_rows
+from recipes.compare_layouts.runs import PlannedRun, explain_failure, last_row
 from tests.runs import SMALL
 from training.config.command_line import parse_flags
 from training.config.schema import to_toml
@@ -351,7 +352,7 @@ FAILED = {"state": "failed", "rank": 3, "step": 7, "error": "step 7: no \x1b[31m
 )
 def test_the_cause_comes_first(status, printed, cause, tail):
     """And torchrun's report, but for the exit code in its first line, is left out."""
-    found, lines = compare_layouts.explain_failure(status, printed)
+    found, lines = explain_failure(status, printed)
     assert (found, len(lines)) == (cause, tail)
 
 
@@ -517,7 +518,7 @@ class Trainer:
 def trainer(tmp_path, monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     fake = Trainer(tmp_path)
-    monkeypatch.setattr(compare_layouts.PlannedRun, "command", property(fake.command))
+    monkeypatch.setattr(PlannedRun, "command", property(fake.command))
     # What is drawn is tested elsewhere, and takes longer than all else here.
     monkeypatch.setattr(compare_layouts, "draw", lambda comparison, path: path.touch())
     return fake
@@ -596,11 +597,11 @@ def test_the_runs_differ_in_their_layout_alone(trainer):
 
 
 def test_the_command_that_starts_a_run(tmp_path):
-    run = compare_layouts.PlannedRun("2x1", tmp_path / "2x1", 2, ["--tp", "1"], None)
+    run = PlannedRun("2x1", tmp_path / "2x1", 2, ["--tp", "1"], None)
     script = str(REPO / "train_llm.py")
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     assert run.command == [sys.executable, *torchrun, script, "--tp", "1"]
-    alone = compare_layouts.PlannedRun("1x1", tmp_path / "1x1", 1, ["--tp", "1"], None)
+    alone = PlannedRun("1x1", tmp_path / "1x1", 1, ["--tp", "1"], None)
     assert alone.command == [sys.executable, script, "--tp", "1"]
 
 
@@ -632,7 +633,7 @@ def test_the_verdict_decides_the_exit_code(name, trainer, tmp_path, monkeypatch,
         asked.append((str(reference), {key: str(value) for key, value in runs.items()}))
         return [Verdict("1x2", 0.0, None), Verdict("2x1", 1.2e-15, finding)]
 
-    monkeypatch.setattr(recipes.compare_layouts.judge, "judge", judge)
+    monkeypatch.setattr(compare_layouts, "judge", judge)
     command = [*MODEL, "--steps", "4", "--layouts", "1x2", "2x1", "--out", "out"]
     assert main([*command, "--verdict", "--verdict-steps", "2"]) == code
     assert trainer.calls() == ["1x1", "1x2", "2x1"] * 2
@@ -670,7 +671,7 @@ def test_compressed_gradients_are_lossy_by_intent(three, capsys, figures):
         assert lossy == {"1x1": None, "2x1": Lossy("bf16", 2)}
         return [Verdict("2x1", 2e-3, None, 4e-2)]
 
-    with mock.patch.object(recipes.compare_layouts.judge, "judge", judge):
+    with mock.patch.object(compare_layouts, "judge", judge):
         assert main(["--collect", "--out", str(out), "--verdict"]) == 0
     text = capsys.readouterr().out
     assert "2x1: lossy, as --grad-compression bf16 is (largest float64 deviation 2.0e-03" in text
@@ -695,11 +696,11 @@ def test_runs_that_cannot_be_judged_are_no_verdict(trainer, monkeypatch, capsys)
     def judge(reference, runs, lossy):
         raise ValueError("did not record the same steps")
 
-    monkeypatch.setattr(recipes.compare_layouts.judge, "judge", judge)
+    monkeypatch.setattr(compare_layouts, "judge", judge)
     assert main([*MODEL, "--steps", "4", "--layouts", "1x2", "--verdict"]) == 1
     assert "cannot be judged: did not record the same steps" in capsys.readouterr().err
     endless = [Verdict("1x2", math.inf, "step 1, loss is None")]
-    monkeypatch.setattr(recipes.compare_layouts.judge, "judge", lambda *runs: endless)
+    monkeypatch.setattr(compare_layouts, "judge", lambda *runs: endless)
     assert main([*MODEL, "--steps", "4", "--layouts", "1x2", "--verdict"]) == 1
     found = comparison_of(Path("runs/compare-debug"))["verdict"]
     line = {"layout": "1x2", "deviation": None, "finding": "step 1, loss is None", "bound": None}
@@ -714,8 +715,8 @@ def test_an_interrupt_ends_the_run(number, code, tmp_path):
         f"import sys\nsys.argv[1:] = ['out/1x1', '1x1', '4', '', {str(calls)!r}]\n{FAKE}"
     )
     program = (
-        "import sys, pathlib; from recipes import compare_layouts as c; "
-        "c.TRAIN = pathlib.Path('train.py'); sys.exit(c.main(sys.argv[1:]))"
+        "import sys, pathlib; from recipes.compare_layouts import command, runs; "
+        "runs.TRAIN = pathlib.Path('train.py'); sys.exit(command.main(sys.argv[1:]))"
     )
     command = [sys.executable, "-c", program, *MODEL, "--layouts", "1x1", "--out", "out"]
     environ = os.environ | {"PYTHONPATH": str(REPO)}
@@ -734,10 +735,10 @@ def test_an_interrupt_ends_the_run(number, code, tmp_path):
 
 
 def test_the_newest_whole_row_is_read(tmp_path):
-    assert compare_layouts.last_row(tmp_path) is None
+    assert last_row(tmp_path) is None
     rows = "".join(json.dumps({"step": i, "x": "y" * 90}) + "\n" for i in range(100))
     (tmp_path / "metrics.jsonl").write_text(rows + '{"step": 100, "x"')
-    assert compare_layouts.last_row(tmp_path)["step"] == 99
+    assert last_row(tmp_path)["step"] == 99
 
 
 def test_a_real_comparison_and_again(tmp_path, capfd):

@@ -18,12 +18,13 @@ from models.decoder import Llama
 from parallel import parallelize
 from parallel.launch import Launch
 from parallel.layout import Layout, layout_flags, parse_layout
-from planner.memory import Options, loss_bytes, memory, memory_options
+from planner.memory import Options, loss_bytes, memory
 from recipes.plan import dry_run
 from recipes.plan.measure import LiveBytes, local_bytes
 from recipes.plan.trace import fake_rank
 from tests.ranks import CONTEXT, Group
 from training.config.command_line import RECIPES, parse_flags
+from training.config.options import planner_options
 from training.config.schema import Config
 from training.loss import chunked_cross_entropy_sum, cross_entropy_sum
 from training.setup import parameter_dtype
@@ -79,7 +80,7 @@ BLOCKS = {
         f"--num-hidden-layers 2 --global-batch-size 2 --dtype {dtype} --sequence-parallel {sp} "
         f"--activation-checkpoint {mode}",
     )
-    for mode in ("none", "selective", "full")
+    for mode in ("none", "full")
     for tp, sp in ((1, "off"), (2, "off"), (2, "on"), (4, "off"), (4, "on"))
     for kind, dtype in (("cpu", "float32"), ("cuda", "bfloat16"))
 }
@@ -105,7 +106,7 @@ LAYOUTS = [
         ("2x2", "--zero 1 --sequence-parallel on --prefetch 2 --optimizer-state-dtype bfloat16"),
         ("rep2-dp2-tp2", "--zero 3"),
         ("rep2-dp2-tp1", "--zero 1 --tie-word-embeddings --optimizer sgd"),
-        ("dp2-cp2-tp2", "--zero 3 --activation-checkpoint selective --sequence-parallel on"),
+        ("dp2-cp2-tp2", "--zero 3 --activation-checkpoint full --sequence-parallel on"),
         ("dp1-cp4-tp1", "--zero 2 --loss-chunks 3 --dtype bfloat16"),
         ("2x4", "--vocab-size 257 --loss-chunks 5 --dtype bfloat16"),
         ("dp2-cp2-tp1", "--zero 1 --vocab-size 257 --dtype float64"),
@@ -126,7 +127,7 @@ PIPELINES = [
         ("pp3-dp2-tp2", "1f1b", 7, 16, "--zero 3 --sequence-parallel on"),
         ("pp2-dp2-tp1", "gpipe", 3, 16, "--zero 2 --activation-checkpoint full"),
         ("pp2-dp1-cp2-tp2", "1f1b", 3, 8, "--zero 1 --dtype bfloat16"),
-        ("pp2-rep2-dp2-tp1", "interleaved", 4, 24, "--zero 1 --activation-checkpoint selective"),
+        ("pp2-rep2-dp2-tp1", "interleaved", 4, 24, "--zero 1 --activation-checkpoint full"),
         ("pp2-dp2-tp2", "zbv", 4, 12, "--zero 1 --sequence-parallel on --dtype bfloat16"),
         ("pp2-dp2-tp1", "dualpipev", 4, 12, "--zero 0"),
         ("pp2-dp1-tp1", "interleaved", 4, 8, "--zero 1"),
@@ -147,16 +148,15 @@ def parameters_of(recipe: str) -> list[tuple[int, int]]:
     config = parse_flags(["--recipe", recipe], console=False)
     config.model.vocab_size = config.model.vocab_size or 257
     layout = check(config, Launch(0, 8 if config.layout.pp == 1 else 512, 0, 1))
-    options, found = config.plan_options(cuda=True), []
-    options["dtype"] = getattr(torch, config.step.dtype)
+    options, found = planner_options(config), []
     for pp_rank in range(layout.pp):
         stages = layout.rank_stages(config.model, config.step.seq_len, pp_rank)
         with torch.device("meta"):
             model = Llama(config.model).to(parameter_dtype(config))
         with fake_rank(layout, pp_rank * layout.world_size // layout.pp) as ranks:
-            parallelize(model, ranks.mesh, zero=layout.zero, stages=stages, **options)
+            parallelize(model, ranks.mesh, options, zero=layout.zero, stages=stages)
         counted = sum(map(local_bytes, model.parameters()))
-        planned = memory(config.model, layout, memory_options(config), stages)
+        planned = memory(config.model, layout, options, stages)
         found.append((counted, planned.parameters))
     return found
 
@@ -198,7 +198,7 @@ def peak_of_loss(vocab_size: int, tp: int, chunks: int, dtype: str) -> tuple[int
             else:
                 loss = chunked_cross_entropy_sum(hidden, weight, targets, chunks, **group)
             loss.backward()
-    options = Options(64, loss_chunks=chunks, dtype_bytes=kind.itemsize)
+    options = Options(seq_len=64, loss_chunks=chunks, dtype=dtype)
     return live.peak, loss_bytes(config, layout, options)[1]
 
 

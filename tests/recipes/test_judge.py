@@ -48,18 +48,18 @@ def norm_gradient_not_reduced():
         kwargs["partial_grad"] = False
         original(self, *args, **kwargs)
 
-    return mock.patch.object(parallel.tensor_parallel.Norm, "_place", place)
+    return mock.patch.object(parallel.tensor_parallel.Replicated, "_place", place)
 
 
 def loss_averaged_over_ranks():
     """Each dp rank divides by its own targets, and the ranks' means are averaged."""
 
-    def averaged(model, batch, target_tokens, ranks, *rest):
+    def averaged(engine, batch, target_tokens):
         mine = sum(int((targets != IGNORE_INDEX).sum()) for _, targets in batch)
-        return original(model, batch, mine * ranks.mesh.shape[0], ranks, *rest)
+        return original(engine, batch, mine * engine.ranks.mesh.shape[0])
 
     original = training.step.forward_backward
-    return mock.patch("training.step.forward_backward", averaged)
+    return mock.patch("training.loop.forward_backward", averaged)
 
 
 def layer_from_the_ranks_own_rng():
@@ -280,7 +280,7 @@ def test_planted_fault(name, references, launched4, fresh, tmp_path):
         (4, True, []),
         (2, True, ["--cp", 2, "--sequence-parallel", "on", "--batch-size", 2]),
         (1, False, ["--cp", 2, "--dp-replicate", 2, "--activation-checkpoint", "full"]),
-        (2, True, ["--zero", 1, "--batch-size", 2, "--activation-checkpoint", "selective"]),
+        (2, True, ["--zero", 1, "--batch-size", 2, "--activation-checkpoint", "every-2"]),
         (1, True, ["--pp", 2, "--activation-checkpoint", "full"]),
         (2, False, ["--pp", 2, "--sequence-parallel", "on", "--zero", 2]),
         (1, True, ["--pp", 2, "--cp", 2, "--pp-schedule", "gpipe"]),

@@ -12,8 +12,16 @@ import torch.distributed as dist
 
 import training.loop
 from parallel.layout import Layout
-from tests.toy import GLOBAL_BATCH, SEQ_LEN, local_batch, make_model, make_ranks
-from training.checkpoint.saver import Progress
+from tests.toy import (
+    GLOBAL_BATCH,
+    SEQ_LEN,
+    local_batch,
+    make_layout,
+    make_model,
+    make_ranks,
+    one_step,
+)
+from training.checkpoint.saver import TrainState
 from training.config.schema import Config, OptimizerSection
 from training.data.batches import Sequences, TokenData
 from training.loop import train
@@ -21,10 +29,13 @@ from training.loss import IGNORE_INDEX, cross_entropy_sum
 from training.optimizers.sharded import ShardedOptimizer
 from training.run.diagnosis import Diagnosis
 from training.run.directory import RunDir
+from training.run.fingerprints import Fingerprints
 from training.run.heartbeat import Heartbeat
 from training.run.metrics import Meter
+from training.run.observers import Observers
 from training.run.outcome import SIGNAL, TIME, NonFiniteError
-from training.step import FaultFlag, optimizer_step
+from training.run.profiler import Profiler
+from training.step import Engine
 
 
 def snapshot(optimizer: ShardedOptimizer) -> list[bytes]:
@@ -38,7 +49,7 @@ def step_with_nan(bad_rank: int | None, what: str, name: str) -> tuple[bool, str
     ranks = make_ranks(2)
     model = make_model(ranks, dtype="float32")
     optimizer = ShardedOptimizer(model, OptimizerSection(optimizer=name))
-    fault, states = FaultFlag(ranks.device), []
+    engine, states = Engine(model, optimizer, make_layout(2), ranks), []
 
     def spoil(module, inputs, output):
         return output * float("nan")
@@ -57,13 +68,10 @@ def step_with_nan(bad_rank: int | None, what: str, name: str) -> tuple[bool, str
                     lambda m, i, o: o.register_hook(spoil_grad) and None
                 )
         with hook:
-            optimizer_step(
-                model, optimizer, local_batch(step, ranks, 2, 64, "none"), GLOBAL_BATCH * SEQ_LEN,
-                ranks, zero=3, lr=0.1, grad_clip=1.0, step=step, fault=fault,
-            )  # fmt: skip
+            one_step(engine, local_batch(step, ranks, 2, 64, "none"), step=step, lr=0.1)
         states.append(snapshot(optimizer))
     try:
-        fault.check(ranks)
+        engine.fault.check(ranks)
         said = ""
     except NonFiniteError as error:
         said = str(error)
@@ -99,7 +107,7 @@ def count_syncs() -> dict:
     """How often one optimizer step reads a tensor's value on the host."""
     ranks = make_ranks(2)
     model = make_model(ranks, dtype="float32", sp=True)
-    optimizer, fault = ShardedOptimizer(model, OptimizerSection()), FaultFlag(ranks.device)
+    engine = Engine(model, ShardedOptimizer(model, OptimizerSection()), make_layout(2), ranks)
     found = Counter()
 
     def counting(name, method):
@@ -115,13 +123,10 @@ def count_syncs() -> dict:
             for name in SYNCS:
                 method = getattr(torch.Tensor, name)
                 patches.enter_context(mock.patch.object(torch.Tensor, name, counting(name, method)))
-            optimizer_step(
-                model, optimizer, batch, GLOBAL_BATCH * SEQ_LEN, ranks,
-                zero=3, lr=0.1, grad_clip=1.0, step=step, fault=fault,
-            )  # fmt: skip
+            one_step(engine, batch, step=step, lr=0.1)
             if step == 2:
                 during = dict(found)
-                fault.step.item()
+                engine.fault.step.item()
                 assert found["item"] == 1 + during.get("item", 0), "the count works"
     return during
 
@@ -142,9 +147,9 @@ class Recorder:
 class Saver:
     """Stands where the checkpointer does."""
 
-    def __init__(self, progress: Progress):
+    def __init__(self, state: TrainState):
         self.steps = []
-        self.save = self.finish = lambda: self.steps.append(progress.step)
+        self.save = self.finish = lambda: self.steps.append(state.step)
 
 
 def run_loop(
@@ -167,13 +172,20 @@ def run_loop(
     optimizer = ShardedOptimizer(model, config.optimizer)
     random = np.random.Generator(np.random.Philox(3))
     tokens = random.integers(0, 64, 3000).astype(np.uint16)
-    data = TokenData(
-        train=Sequences(tokens, SEQ_LEN), eval=Sequences(tokens[:200], SEQ_LEN), content_key="",
-        documents=1, skipped_records=0, train_tokens=3000, eval_tokens=200,
-    )  # fmt: skip
-    progress, recorder = Progress(), Recorder()
+    train_data, eval_data = Sequences(tokens, SEQ_LEN), Sequences(tokens[:200], SEQ_LEN)
+    counts = {"documents": 1, "skipped_records": 0, "train_tokens": 3000, "eval_tokens": 200}
+    data = TokenData(train=train_data, eval=eval_data, content_key="", **counts)
+    state, recorder = TrainState(), Recorder()
     diagnosis = Diagnosis(RunDir(Path("nowhere")), ranks)
-    saver, heartbeat = Saver(progress), Heartbeat(ranks, 60, None, diagnosis)
+    saver, heartbeat = Saver(state), Heartbeat(ranks, 60, None, diagnosis)
+    observers = Observers(
+        reporter=recorder if ranks.rank == 0 else None,
+        meter=Meter(config, layout, ranks.device),
+        heartbeat=heartbeat,
+        fingerprints=Fingerprints(model, [model], optimizer, layout, ranks, Path("nowhere"), 0),
+        profiler=Profiler(None, Path("nowhere"), ranks),
+    )
+    engine = Engine(model, optimizer, layout, ranks)
     real = training.loop.train_batch
 
     def masked(sequences, step, **kwargs):
@@ -184,17 +196,18 @@ def run_loop(
 
     with mock.patch("training.loop.train_batch", masked):
         outcome = train(
-            model, optimizer, data, progress, config, layout, ranks,
-            meter=Meter(config, layout, ranks.device),
-            reporter=recorder if ranks.rank == 0 else None,
-            checkpointer=saver,
-            heartbeat=heartbeat,
-            stop_requested=lambda: why
-            if stop_on and ranks.rank == stop_on[0] and progress.step >= stop_on[1]
-            else None,
-        )  # fmt: skip
+            engine,
+            data,
+            state,
+            config,
+            observers,
+            saver,
+            lambda: (
+                why if stop_on and ranks.rank == stop_on[0] and state.step >= stop_on[1] else None
+            ),
+        )
     heartbeat.stop()
-    return outcome, progress, recorder.rows, recorder.evaluations, saver.steps
+    return outcome, state, recorder.rows, recorder.evaluations, saver.steps
 
 
 def test_a_step_without_targets_is_skipped_and_counted(ranks4):

@@ -280,16 +280,16 @@ def test_a_rank_that_is_stuck_within_a_phase_is_named(layout, phase, where, tmp_
 
 def fail_on_one(argv: list[str], port: int):
     """Rank 1 raises in step 3, which the others only notice by its absence."""
-    import training.step
+    import training.loop
 
-    real = training.step.optimizer_step
+    real = training.loop.update
 
     def broken(*args, step, **kwargs):
         if step == 3 and os.environ["RANK"] == "1":
             raise ValueError("the first error")
         return real(*args, step=step, **kwargs)
 
-    with mock.patch("training.step.optimizer_step", broken):
+    with mock.patch("training.loop.update", broken):
         return run_main(argv, port)
 
 

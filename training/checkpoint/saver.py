@@ -42,7 +42,7 @@ from training.optimizers.sharded import ShardedOptimizer
 
 
 @dataclass
-class Progress:
+class TrainState:
     """How far a run is. The next sample to read is ``step`` times the global batch size.
 
     Attributes:
@@ -55,23 +55,39 @@ class Progress:
     tokens: int = 0
     skipped_steps: int = 0
 
+    def count(self, tokens: int, skipped: bool) -> None:
+        """Count a step of so many tokens."""
+        self.step += 1
+        self.tokens += tokens
+        self.skipped_steps += skipped
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What a checkpoint holds, live: to load it is to load the run."""
+
+    model: nn.Module
+    optimizer: ShardedOptimizer
+    state: TrainState
+    ranks: Ranks
+
+    def tensors(self, rng: bool) -> dict:
+        """Everything that DCP reads and writes."""
+        state = {
+            "model": {name: p.detach() for name, p in self.model.named_parameters()},
+            "optimizer": self.optimizer.named_state(),
+        }
+        if rng:
+            # One key per rank: DCP takes equal keys for replicas of one value.
+            rank = f"rank-{self.ranks.rank:05d}"
+            state["rng"] = {f"{rank}.cpu": torch.get_rng_state()}
+            if self.ranks.device.type == "cuda":
+                state["rng"][f"{rank}.cuda"] = torch.cuda.get_rng_state()
+        return state
+
 
 class CheckpointError(RuntimeError):
     """A checkpoint cannot be read or written; the message is one line."""
-
-
-def _tensors(model: nn.Module, optimizer: ShardedOptimizer, ranks: Ranks, rng: bool) -> dict:
-    """Everything DCP reads and writes, live: loading into it loads the run."""
-    state = {
-        "model": {name: p.detach() for name, p in model.named_parameters()},
-        "optimizer": optimizer.named_state(),
-    }
-    if rng:
-        # One key per rank: DCP takes equal keys for replicas of one value.
-        state["rng"] = {f"rank-{ranks.rank:05d}.cpu": torch.get_rng_state()}
-        if ranks.device.type == "cuda":
-            state["rng"][f"rank-{ranks.rank:05d}.cuda"] = torch.cuda.get_rng_state()
-    return state
 
 
 def _cause(error: BaseException) -> str:
@@ -96,10 +112,7 @@ class Checkpointer:
     def __init__(
         self,
         folder: Path,
-        model: nn.Module,
-        optimizer: ShardedOptimizer,
-        progress: Progress,
-        ranks: Ranks,
+        contents: Contents,
         config: RunSection,
         *,
         identity: dict,
@@ -116,18 +129,17 @@ class Checkpointer:
                 one succeeds after that.
             check_held: raises OSError where the folder is not that of this run any more.
         """
-        self._folder, self._ranks, self._config = folder, ranks, config
-        self._model, self._optimizer, self._progress = model, optimizer, progress
+        self._folder, self._contents, self._config = folder, contents, config
         self._identity, self._started_from, self._report = identity, started_from, report
-        self._check_held = check_held
-        self.saved_step = progress.step if started_from else -1
+        self._state, self._ranks, self._check_held = contents.state, contents.ranks, check_held
+        self.saved_step = contents.state.step if started_from else -1
         self.fault: str | None = None
         self._in_flight: tuple[int, Future] | None = None
         if config.async_checkpoint:
             # Of its own, since the training uses the other groups at the same time.
             timeout = datetime.timedelta(seconds=config.comm_timeout)
             self._group = dist.new_group(backend="gloo", timeout=timeout, group_desc="checkpoint")
-            cuda = ranks.device.type == "cuda"
+            cuda = self._ranks.device.type == "cuda"
             self._stager = DefaultStager(
                 StagingOptions(
                     use_pinned_memory=cuda,
@@ -154,11 +166,11 @@ class Checkpointer:
 
     def _save(self, last: bool) -> None:
         self._wait(last)
-        step = self._progress.step
+        step = self._state.step
         if self.saved_step == step:
             return
-        tensors = _tensors(self._model, self._optimizer, self._ranks, rng=True)
-        state = asdict(self._progress) | {
+        tensors = self._contents.tensors(rng=True)
+        state = asdict(self._state) | {
             "world_size": self._ranks.launch.world_size,
             "mesh": dict(zip(self._ranks.mesh.mesh_dim_names, self._ranks.mesh.shape, strict=True)),
             "identity": self._identity,
@@ -192,7 +204,7 @@ class Checkpointer:
         """
         self._save(last=True)
         self._wait(last=True)
-        if self.saved_step != self._progress.step:
+        if self.saved_step != self._state.step:
             raise CheckpointError(self.fault)
 
     def _wait(self, last: bool = False) -> None:
@@ -265,14 +277,8 @@ def _remove(path: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
 
 
-def load_checkpoint(
-    checkpoint: Path,
-    model: nn.Module,
-    optimizer: ShardedOptimizer,
-    progress: Progress,
-    ranks: Ranks,
-) -> None:
-    """Load weights, moments and progress in place, resharded to this layout.
+def load_checkpoint(checkpoint: Path, contents: Contents) -> None:
+    """Load weights, moments and state in place, resharded to this layout.
 
     The RNG states come back where the number of ranks is unchanged. Nothing in a training step
     draws random numbers, so another number of ranks continues the same run all the same.
@@ -282,14 +288,14 @@ def load_checkpoint(
     """
     try:
         saved = read_checkpoint_state(checkpoint)
-        same_ranks = saved["world_size"] == ranks.launch.world_size
-        tensors = _tensors(model, optimizer, ranks, rng=same_ranks)
+        same_ranks = saved["world_size"] == contents.ranks.launch.world_size
+        tensors = contents.tensors(rng=same_ranks)
         reader = CheckpointReader(checkpoint)
         if same_ranks:
             # One that was saved on CPUs has no state of a GPU.
             known = reader.read_metadata().state_dict_metadata
             tensors["rng"] = {k: v for k, v in tensors["rng"].items() if f"rng.{k}" in known}
-        dcp.load(tensors, storage_reader=reader, process_group=ranks.control)
+        dcp.load(tensors, storage_reader=reader, process_group=contents.ranks.control)
     except (OSError, DamageError, ConfigError, CheckpointException) as error:
         raise CheckpointError(f"{checkpoint} cannot be read: {_cause(error)}") from error
     for name, value in tensors.get("rng", {}).items():
@@ -297,5 +303,5 @@ def load_checkpoint(
             (torch.cuda.set_rng_state if name.endswith("cuda") else torch.set_rng_state)(value)
         except RuntimeError as error:
             raise CheckpointError(f"{checkpoint} holds no state for {name}") from error
-    progress.step, progress.tokens = saved["step"], saved["tokens"]
-    progress.skipped_steps = saved["skipped_steps"]
+    for name in asdict(contents.state):
+        setattr(contents.state, name, saved[name])

@@ -21,9 +21,9 @@ from pydantic import (
 
 from common.errors import ConfigError
 from models.config import LlamaConfig, PositiveFloat, RopeScaling
-from parallel.layout import use_sequence_parallel
 from training.config.values import (
     Beta,
+    Checkpointing,
     CleanPath,
     Duration,
     Fraction,
@@ -101,10 +101,10 @@ class LayoutSection(Section):
 class MemorySection(Section):
     """What is kept in memory, and what is computed or gathered again."""
 
-    activation_checkpoint: Literal["none", "selective", "full"] = Field(
+    activation_checkpoint: Checkpointing = Field(
         "none",
-        description="What a block computes again in the backward. full: everything; selective: "
-        "all but matrix products, attention and collectives; none turns it off.",
+        description="Blocks that keep their input alone, and compute their forward again in the "
+        "backward. full: all; every-N, as every-2: one in N; none: no block.",
     )
     cpu_offload: bool = Field(
         False,
@@ -339,20 +339,6 @@ class Config(Section):
     def run_dir(self) -> Path:
         """The run directory."""
         return self.run.run_dir or Path("runs") / Path(self.recipe).stem
-
-    def plan_options(self, *, cuda: bool) -> dict:
-        """What decides about collectives, as options of :func:`planner.collectives.collectives`.
-
-        Resolves ``--sequence-parallel auto``, with the devices of the run.
-        """
-        local_len = self.step.seq_len // self.layout.cp
-        return {
-            "sequence_parallel": use_sequence_parallel(
-                self.layout.sequence_parallel, tp=self.layout.tp, local_len=local_len, cuda=cuda
-            ),
-            "dtype": self.step.dtype,
-            **self.memory.model_dump(exclude={"cpu_offload", "prefetch"}),
-        }
 
 
 def flag(*location: str | int) -> str:

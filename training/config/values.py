@@ -9,6 +9,7 @@ from pydantic import AfterValidator, BeforeValidator, Field
 
 from common.secrets import has_credentials
 from models.config import PositiveFloat
+from parallel.options import checkpoint_every
 
 # What the numbers of a run are multiplied with each other must fit in 64 bits.
 Ranks = Annotated[int, Field(gt=0, le=2**17)]
@@ -139,6 +140,14 @@ def _checked_timeout(timeout: float) -> float:
 
 Timeout = Annotated[PositiveFloat, AfterValidator(_checked_timeout)]
 StepRange = Annotated[str, AfterValidator(_checked_step_range)]
+
+
+def _checked_checkpointing(mode: str) -> str:
+    checkpoint_every(mode)
+    return mode
+
+
+Checkpointing = Annotated[str, AfterValidator(_checked_checkpointing)]
 
 
 def whole(number: Any) -> Any:

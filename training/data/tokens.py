@@ -1,20 +1,19 @@
 """Text → tokens on disk, once: the cache of what a tokenizer makes of a corpus."""
 
 import contextlib
-import fcntl
 import glob
 import hashlib
 import json
 import os
 import shutil
 import socket
-import stat
 import time
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
+from filelock import FileLock, Timeout
 
 from common.files import sync
 from common.text import printable
@@ -213,20 +212,25 @@ def _build(section: DataSection, tokenizer: Tokenizer, records: Callable, folder
 @contextlib.contextmanager
 def _lock(path: Path, log: Callable[[str], None]) -> Iterator[bool]:
     """Wait for the lock; yields False on a file system that has none, where the rename decides."""
-    # As it is: without waiting for the writer of a FIFO, or emptying what a link names.
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NONBLOCK, 0o666)
-    with os.fdopen(fd, "w") as file:
-        if not stat.S_ISREG(os.fstat(fd).st_mode):
-            raise OSError(f"{path}: is no regular file")
+    if path.exists() and not path.is_file():
+        raise OSError(f"{path}: is no regular file")
+    # FileLock follows no symbolic link. Many nodes may wait: asking once a second spares the file
+    # server.
+    lock = FileLock(path.resolve(), poll_interval=1.0, fallback_to_soft=False)
+    try:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+            lock.acquire(blocking=False)
+        except Timeout:
             log(f"data: waiting for another process that holds {path}")
-            fcntl.flock(file, fcntl.LOCK_EX)
-        except OSError:
-            yield False
-            return
-        yield True
+            lock.acquire()
+    except OSError as error:
+        # An error of opening the file names the file; one of locking does not.
+        if error.filename is not None:
+            raise
+    try:
+        yield lock.is_locked
+    finally:
+        lock.release()
 
 
 @contextlib.contextmanager

@@ -22,8 +22,8 @@ from parallel.layout import Layout
 from parallel.mesh import Ranks
 from training.optimizers.sharded import ShardedOptimizer, counts_here
 
-# In the order in which a step goes through them: the first that differs is where a fault is.
-RUNGS = ("tokens", "weights", "activations", "loss", "gradients", "grad_norm", "new_weights")
+# The stages of a step, in their order: a fault begins at the first one that differs.
+STAGES = ("tokens", "weights", "activations", "loss", "gradients", "grad_norm", "new_weights")
 
 
 Start = int | Tensor  # global index of the first element, or of every element, of a dim
@@ -71,7 +71,7 @@ def project_parameter(p: Tensor) -> Tensor:
 
 
 class Fingerprints:
-    """Records the first steps of a run in ``fingerprints.jsonl``: an object per step and rung.
+    """Records the stages of a run's first steps in ``fingerprints.jsonl``, an object for each.
 
     Every method is called on all ranks; :meth:`end` is the only one that communicates.
     """
@@ -89,20 +89,20 @@ class Fingerprints:
         """
         Args:
             parts: what a forward runs through: the pipeline stages of this rank, or the model.
-            steps: optimizer steps from the start of the run that are recorded.
+            steps: optimizer steps from the start of the run that are recorded; 0: none.
         """
         self._optimizer, self._layout, self._ranks = optimizer, layout, ranks
         self._path, self.steps = path, steps
         self._step, self._micro_batches = None, dict.fromkeys(parts, 0)
-        self._rungs: dict[str, dict[str, Tensor]] = {}
+        self._values: dict[str, dict[str, Tensor]] = {}  # by stage and name
         self._running: nn.Module | None = None
-        self._positions = parts[0].model.positions
-        # All ranks add up the same numbers, also those of stages that are elsewhere.
+        self._positions = parts[0].positions
+        # All ranks add up the same numbers, also those of pipeline stages that are elsewhere.
         self._names = list(model.config.parameter_shapes)
-        for part in parts:
+        for part in parts if steps else ():
             part.register_forward_pre_hook(self._next_micro_batch)
             part.register_forward_hook(self._forward_done)
-        for name, module in model.named_modules():
+        for name, module in model.named_modules() if steps else ():
             if not list(module.children()):
                 module.register_forward_hook(self._activation_hook(name))
 
@@ -112,11 +112,11 @@ class Fingerprints:
         if self._step is None:
             return
         self._micro_batches = dict.fromkeys(self._micro_batches, -1)
-        self._rungs = {rung: {} for rung in RUNGS}
+        self._values = {stage: {} for stage in STAGES}
         # A tied head is a module all the same.
         modules = [name.removesuffix(".weight") for name in self._names]
         for name in dict.fromkeys([*modules, "lm_head"]):
-            self._rungs["activations"][name] = self._zero()
+            self._values["activations"][name] = self._zero()
         self._tokens(batch)
         if step == 1:
             self._parameters("weights", lambda p: p)
@@ -132,10 +132,10 @@ class Fingerprints:
             return
         first = torch.zeros(2, dtype=torch.float64, device=loss.device)
         mine = float(self._ranks.rank == 0)
-        self._rungs["loss"] = {"loss": first + loss * mine}
-        self._rungs["grad_norm"] = {"grad_norm": first + grad_norm * mine}
+        self._values["loss"] = {"loss": first + loss * mine}
+        self._values["grad_norm"] = {"grad_norm": first + grad_norm * mine}
         self._parameters("new_weights", lambda p: p)
-        for values in (list(self._rungs["tokens"].values()), self._floats()):
+        for values in (list(self._values["tokens"].values()), self._floats()):
             if values:
                 total = torch.stack(values)
                 dist.all_reduce(total)
@@ -143,12 +143,12 @@ class Fingerprints:
                     value.copy_(summed)
         if self._ranks.rank == 0:
             with self._path.open("a", encoding="utf-8") as f:
-                for rung, named in self._rungs.items():
-                    values = {name: value.tolist() for name, value in named.items()}
-                    if rung == "activations":
+                for stage, tensors in self._values.items():
+                    values = {name: value.tolist() for name, value in tensors.items()}
+                    if stage == "activations":
                         # What no rank has seen, as the inside of a compiled block.
                         values = {name: value for name, value in values.items() if any(value)}
-                    line = {"step": self._step, "rung": rung, "values": values}
+                    line = {"step": self._step, "stage": stage, "values": values}
                     f.write(json.dumps(line) + "\n")
         self._step = None
 
@@ -156,7 +156,7 @@ class Fingerprints:
         return torch.zeros(2, dtype=torch.float64, device=self._ranks.device)
 
     def _floats(self) -> list[Tensor]:
-        return [v for rung in RUNGS[1:] for v in self._rungs[rung].values()]
+        return [v for stage in STAGES[1:] for v in self._values[stage].values()]
 
     def _first_sequence(self, micro_batch: int) -> int:
         """Global index of the first sequence of a micro-batch of this rank."""
@@ -176,16 +176,16 @@ class Fingerprints:
                 counts = int(self._ranks.tp_rank == self._ranks.pp_rank == 0)
                 readers = self._layout.tp * len(self._layout.data_pp_ranks)
                 total += torch.stack((here * counts, here * (1 - counts * readers)))
-            self._rungs["tokens"][name] = total
+            self._values["tokens"][name] = total
 
-    def _parameters(self, rung: str, of: Callable[[Tensor], Tensor]) -> None:
+    def _parameters(self, stage: str, of: Callable[[Tensor], Tensor]) -> None:
         optimizer = self._optimizer
-        self._rungs[rung] = {name: self._zero() for name in self._names}
+        self._values[stage] = {name: self._zero() for name in self._names}
         for name, p in zip(optimizer.names, optimizer.parameters, strict=True):
-            self._rungs[rung][name] = project_parameter(of(p)).to(self._ranks.device)
+            self._values[stage][name] = project_parameter(of(p)).to(self._ranks.device)
 
     def _next_micro_batch(self, part: nn.Module, _) -> None:
-        # Each stage sees the micro-batches in order.
+        # Each pipeline stage sees the micro-batches in order.
         self._micro_batches[part] += 1
         self._running = part
 
@@ -199,16 +199,15 @@ class Fingerprints:
                 return
             # A block that computes something again, in the backward, calls its modules once more.
             if self._step is not None and self._running is not None and output.ndim == 3:
-                self._rungs["activations"][name] += self._project_output(module, output)
+                self._values["activations"][name] += self._project_output(module, output)
 
         return hook
 
     def _project_output(self, module: nn.Module, output: Tensor) -> Tensor:
         """[projection, squared norm] of this rank's part of a module's output [B, S, width]."""
         tp_rank = self._ranks.tp_rank
-        length, column = output.shape[1], getattr(module, "output_start", 0)
-        placement = getattr(module, "output_placement", None)
-        counts = getattr(module, "output_counts", True)
+        length, column = output.shape[1], module.output_start
+        placement, counts = module.output_placement, module.output_counts
         if placement is None or placement.is_replicate():
             counts = tp_rank == 0
         if not counts:

@@ -26,11 +26,12 @@ class Launcher:
     """torchrun, as seen from a rank that it has started, perhaps through a wrapper.
 
     Attributes:
+        started: ``time.monotonic()`` when this process began.
         training: whether the run stops by itself in its next step; until then this process ends.
     """
 
     def __init__(self):
-        self.training = False
+        self.started, self.training = time.monotonic(), False
         self._top, self._parent = os.getpid(), os.getppid()
         self._watched = MARK in os.environ
         # Of the process that torchrun has started, which is a wrapper where that one does not exec.

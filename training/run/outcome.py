@@ -1,17 +1,10 @@
 """Why a run ends before its last step. Torch-free."""
 
-from typing import TYPE_CHECKING
-
 from training.run.launcher import GONE
-
-if TYPE_CHECKING:
-    pass
 
 # Why a run stops before its last step; the first that holds is the one that is said.
 SIGNAL, TIME = "a rank received a signal", "the time of --stop-after is over"
-
 LOST = "the run directory is not that of this start any more"
-
 REASONS = (LOST, SIGNAL, GONE, TIME)
 
 

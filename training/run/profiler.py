@@ -21,8 +21,9 @@ class Profiler:
     pytorch.org/memory_viz.
     """
 
-    def __init__(self, steps: tuple[int, int], folder: Path, ranks: Ranks):
-        self._first, self._last = steps
+    def __init__(self, steps: tuple[int, int] | None, folder: Path, ranks: Ranks):
+        """``steps``: first and last; None: nothing is recorded."""
+        self._first, self._last = steps or (0, 0)
         self._folder, self._name = folder, f"rank-{ranks.rank:05d}"
         self._cuda = ranks.device.type == "cuda"
         self._profile = None

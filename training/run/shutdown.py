@@ -11,18 +11,17 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Collection, Iterator
-from pathlib import Path
 
 import torch.distributed as dist
 
 from common.errors import ConfigError
+from common.files import git_commit
 from common.output import say
 from common.text import duration
 from parallel.layout import Layout
 from parallel.mesh import Ranks
-from planner.prediction import Prediction
-from training.checkpoint.folder import checkpoint_name, step_of
-from training.checkpoint.saver import CheckpointError, Progress
+from training.checkpoint.folder import checkpoint_name
+from training.checkpoint.saver import CheckpointError, TrainState
 from training.config.schema import Config
 from training.config.values import seconds
 from training.run.diagnosis import Diagnosis
@@ -31,7 +30,6 @@ from training.run.heartbeat import Heartbeat, Stall
 from training.run.launcher import GONE, Launcher, report_failure
 from training.run.outcome import LOST, SIGNAL, TIME, NonFiniteError
 from training.run.reporter import Reporter
-from training.setup import describe, git_commit
 
 # Training and heartbeat may both find that the run has failed; neither ends it while one speaks.
 _speaking = threading.Lock()
@@ -46,55 +44,37 @@ def reporting(
     config: Config,
     layout: Layout,
     ranks: Ranks,
-    checkpoint: Path | None,
-    progress: Progress,
-    prediction: Prediction,
+    state: TrainState,
+    first_step: int,
+    lines: list[str],
 ) -> Iterator[tuple[Reporter | None, Heartbeat]]:
     """The reporter of this run (None but on rank 0), its heartbeat, and what is said if it fails.
 
     If the block raises or the training is stuck, the process ends with exit code 1. Every rank's
     log has its own traceback. The rank that fails first writes ``status.json`` and is the one that
     speaks on stderr, since the others mostly fail of its absence.
-    """
 
-    def end(reporter: Reporter | None) -> None:
-        if reporter:
-            reporter.close(exit_code=1)
-        with contextlib.suppress(OSError):
-            sys.stdout.flush()
-        # torchrun prints that of the rank that it sees end first, which need not have spoken.
-        if not run.is_lost() and (said := (run.read_status() or {}).get("error")):
-            report_failure(said)
-        with _speaking:
-            # Not sys.exit: a process group whose peers are gone may never come down.
-            os._exit(1)
+    Args:
+        first_step: steps done before this start.
+        lines: what is said of the run.
+    """
 
     def stalled(stall: Stall) -> None:
         leaving = heartbeat.leave()
         logging.getLogger(LOGGER).error("%s", stall.message)
         _speak(run, heartbeat, stall.rank, stall.step, stall.message, silent=stall.silent)
         leaving.join(_LEAVING)
-        end(None)
+        _end(run, None)
 
     diagnosis = Diagnosis(run, ranks)
     reporter, heartbeat = None, Heartbeat(ranks, config.run.comm_timeout, stalled, diagnosis)
     try:
         if ranks.rank == 0:
-            first = step_of(checkpoint.name) if checkpoint else 0
-            about = {
-                "layout_name": layout.name,
-                "world_size": layout.world_size,
-                "num_parameters": config.model.num_parameters,
-                "git_commit": git_commit(),
-            }
+            dump, steps = _described(config, layout), config.step.steps
             reporter = Reporter(
-                run,
-                config.run,
-                config_dump=config.model_dump(mode="json") | about,
-                first_step=first,
-                steps=config.step.steps,
+                run, config.run, config_dump=dump, first_step=first_step, steps=steps
             )
-            for line in describe(config, layout, ranks, checkpoint, prediction):
+            for line in lines:
                 reporter.message(line)
         yield reporter, heartbeat
     except BaseException as error:  # DCP's own exception is not an Exception
@@ -105,17 +85,41 @@ def reporting(
             logging.getLogger(LOGGER).error("%s", error)
             if reporter:
                 say(f"train_llm.py: error: {error}", sys.stderr)
-            end(reporter)
+            _end(run, reporter)
         leaving = heartbeat.leave(error, _is_lost_peer(error))
-        _fail(error, run, ranks, progress, heartbeat)
+        _fail(error, run, ranks, state, heartbeat)
         leaving.join(_LEAVING)
-        end(reporter)
+        _end(run, reporter)
+
+
+def _described(config: Config, layout: Layout) -> dict:
+    """The config, and what else wandb is told of a run."""
+    return config.model_dump(mode="json") | {
+        "layout_name": layout.name,
+        "world_size": layout.world_size,
+        "num_parameters": config.model.num_parameters,
+        "git_commit": git_commit(),
+    }
+
+
+def _end(run: RunDir, reporter: Reporter | None) -> None:
+    """End this process with exit code 1."""
+    if reporter:
+        reporter.close(exit_code=1)
+    with contextlib.suppress(OSError):
+        sys.stdout.flush()
+    # torchrun prints that of the rank that it sees end first, which need not have spoken.
+    if not run.is_lost() and (said := (run.read_status() or {}).get("error")):
+        report_failure(said)
+    with _speaking:
+        # Not sys.exit: a process group whose peers are gone may never come down.
+        os._exit(1)
 
 
 def _fail(
-    error: BaseException, run: RunDir, ranks: Ranks, progress: Progress, heartbeat: Heartbeat
+    error: BaseException, run: RunDir, ranks: Ranks, state: TrainState, heartbeat: Heartbeat
 ) -> None:
-    step = progress.step + 1
+    step = state.step + 1
     logging.getLogger(LOGGER).exception("failed in step %d", step)
     if run.has_failed():
         if not isinstance(error, NonFiniteError | CheckpointError):
@@ -125,7 +129,7 @@ def _fail(
     if isinstance(error, NonFiniteError):
         _speak(run, None, error.ranks[0], error.step, str(error))
     elif isinstance(error, CheckpointError):
-        _speak(run, None, ranks.rank, progress.step, str(error))
+        _speak(run, None, ranks.rank, state.step, str(error))
     elif _is_lost_peer(error) and (stall := heartbeat.find_stall()):
         # A process that was killed cannot speak for itself.
         _speak(run, heartbeat, stall.rank, stall.step, stall.message, silent=stall.silent)
@@ -180,12 +184,11 @@ def report_save(
 
 
 def stop_requests(
-    started: float, stop_after: str | None, run: RunDir, ranks: Ranks, launcher: Launcher
+    stop_after: str | None, run: RunDir, ranks: Ranks, launcher: Launcher
 ) -> Callable[[], str | None]:
     """Catch the signals that ask to stop; the result says why this process is to stop, or None.
 
     Args:
-        started: ``time.monotonic()`` when the process began.
         stop_after: ``--stop-after``.
         run: rank 0 also asks to stop when this is lost.
         launcher: its end is a reason to stop, from here on at a step.
@@ -196,7 +199,7 @@ def stop_requests(
         # Under nohup, the end of the terminal is none of the run.
         if name != signal.SIGHUP or signal.getsignal(name) != signal.SIG_IGN:
             signal.signal(name, lambda number, _: received.append(number))
-    end = started + seconds(stop_after) if stop_after else math.inf
+    end = launcher.started + seconds(stop_after) if stop_after else math.inf
 
     def why() -> str | None:
         if ranks.rank == 0 and run.is_lost():
@@ -208,7 +211,7 @@ def stop_requests(
     return why
 
 
-def _summary(outcome: str, run: RunDir, progress: Progress, reporter: Reporter) -> list[str]:
+def _summary(outcome: str, run: RunDir, state: TrainState, reporter: Reporter) -> list[str]:
     """What this start has come to, a line each."""
     lines = []
     if rows := reporter.rows:
@@ -216,12 +219,12 @@ def _summary(outcome: str, run: RunDir, progress: Progress, reporter: Reporter) 
         memory = max(row["peak_memory_bytes"] or 0 for row in rows) / 2**20
         loss = "none" if rows[-1]["loss"] is None else f"{rows[-1]['loss']:.4f}"
         lines.append(
-            f"{outcome} at step {progress.step}: loss {loss}, "
+            f"{outcome} at step {state.step}: loss {loss}, "
             f"median {speed:,.0f} tokens/s, peak memory {memory:,.0f} MiB per rank"
         )
     lines.append(
         f"start {run.starts()} of this run took {duration(time.monotonic() - reporter.started)}; "
-        f"newest checkpoint: {checkpoint_name(progress.step)}"
+        f"newest checkpoint: {checkpoint_name(state.step)}"
     )
     return [*lines, f"run directory: {run.path}"]
 
@@ -229,24 +232,24 @@ def _summary(outcome: str, run: RunDir, progress: Progress, reporter: Reporter) 
 def finish(
     stopped: str | None,
     run: RunDir,
-    progress: Progress,
+    state: TrainState,
     ranks: Ranks,
     reporter: Reporter | None,
     heartbeat: Heartbeat,
-    planned: Callable[[list[dict]], list[str]],
+    planned: list[str],
 ) -> None:
     """Write the final status, say where everything is, and take the process group down.
 
     Args:
-        planned: what the planner has said, beside the rows that were measured.
+        planned: what the planner has said, beside what was measured.
     """
     heartbeat.stop()
     outcome = "stopped" if stopped else "finished"
     if reporter:
         reporter.flush()
-        run.write_status(outcome, step=progress.step, **({"reason": stopped} if stopped else {}))
+        run.write_status(outcome, step=state.step, **({"reason": stopped} if stopped else {}))
         reporter.close()
-        for line in [*planned(reporter.rows), *_summary(outcome, run, progress, reporter)]:
+        for line in [*planned, *_summary(outcome, run, state, reporter)]:
             say(line, sys.stdout)
         try:
             sys.stdout.flush()
@@ -258,7 +261,7 @@ def finish(
     # that it handles their deadly default back.
     for name in (*STOP_SIGNALS, signal.SIGUSR2):
         signal.signal(name, signal.SIG_IGN)
-    logging.getLogger(LOGGER).info("%s at step %d", outcome, progress.step)
+    logging.getLogger(LOGGER).info("%s at step %d", outcome, state.step)
     # Everything is saved. A rank that has left already closes its connections on the others.
     with contextlib.suppress(RuntimeError):
         dist.barrier(ranks.control)

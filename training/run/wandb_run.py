@@ -1,7 +1,8 @@
 """The run on wandb: a copy of metrics.jsonl and eval.jsonl that costs the training nothing.
 
-A process that is killed loses what wandb had not yet written, and a resumed one repeats steps. So
-each start reads back what wandb has of this run, fills in what it lacks, and repeats nothing.
+wandb's own step is the optimizer step. Each start first logs the rows that the two files have.
+Online, wandb resumes the run, and the steps that its server has are left out; offline, each start
+has the whole history, so that only the newest one is uploaded.
 """
 
 import contextlib
@@ -11,9 +12,8 @@ import json
 import math
 import os
 import shlex
-import struct
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 from common.errors import ConfigError
@@ -24,51 +24,6 @@ from training.run.directory import RunDir
 PROJECT = "parallel-recipes"
 # Spellings of WANDB_MODE that wandb takes, and what they mean here.
 MODES = {"run": "online", "shared": "online", "dryrun": "offline"}
-
-Key = tuple[str, int]  # "train" or "eval", and the step
-
-
-def _key(row: dict) -> Key:
-    return "eval" if "eval_loss" in row else "train", int(row["step"])
-
-
-def _records(file: Path) -> Iterator[bytes]:
-    """The whole records of wandb's transaction log; what a kill has torn off is left out.
-
-    The format is LevelDB's log: blocks of 32 KiB, parts with a header of checksum, length, kind.
-    """
-    data, position, record = file.read_bytes(), 7, b""
-    while position + 7 <= len(data):
-        left = 32768 - position % 32768
-        if left < 7:
-            position += left
-            continue
-        _, length, kind = struct.unpack_from("<IHB", data, position)
-        part = data[position + 7 : position + 7 + length]
-        if kind not in (1, 2, 3, 4) or len(part) < length:
-            return
-        position += 7 + length
-        record += part
-        if kind in (1, 4):  # a whole record, or the last part of one
-            yield record
-            record = b""
-
-
-def read_history(folder: Path, wandb_id: str) -> list[dict]:
-    """The rows of a run that wandb has on disk, in all its starts. ``folder`` is wandb's own."""
-    from wandb.proto.wandb_internal_pb2 import Record
-
-    rows = []
-    for file in sorted(folder.glob(f"*run-*-{wandb_id}*/run-{wandb_id}.wandb")):
-        with contextlib.suppress(Exception):  # of a torn file, the part before counts
-            for data in _records(file):
-                record = Record.FromString(data)
-                if record.WhichOneof("record_type") == "history":
-                    cells = record.history.item
-                    rows.append(
-                        {(c.key or c.nested_key[0]): json.loads(c.value_json) for c in cells}
-                    )
-    return rows
 
 
 def _lines(file: Path) -> list[dict]:
@@ -130,17 +85,6 @@ def _unless_set(ours: dict) -> dict:
     return {k: v for k, v in ours.items() if not os.environ.get(f"WANDB_{k.upper()}")}
 
 
-def sync_command(folder: Path, wandb_id: str, run_dir: Path) -> str:
-    """The command that uploads every start of a run that is not on the server yet.
-
-    ``folder`` is wandb's own. It skips what it has uploaded before; in a folder that other runs
-    share, only this run is named.
-    """
-    own = folder.resolve().is_relative_to(run_dir.resolve())
-    starts = "" if own else f"/offline-run-*-{wandb_id}"
-    return f"wandb sync {shlex.quote(str(folder))}{starts}"
-
-
 class WandbRun:
     """The run on wandb. What goes wrong there costs its curve, never the training."""
 
@@ -149,7 +93,7 @@ class WandbRun:
         given = {"name": run.wandb_name, "group": run.wandb_group, "tags": run.wandb_tags}
         self._init = {key: value for key, value in given.items() if value}
         self._init |= {"project": wandb_project(run.wandb_project), "config": config}
-        self._init |= _unless_set({"dir": run_dir.path, "resume": "allow"})
+        self._init |= _unless_set({"dir": run_dir.path})
         self._modes, self._run = [], None
         try:
             mode = wandb_mode(run.wandb)
@@ -190,50 +134,37 @@ class WandbRun:
             ours = _unless_set(quiet | private | bounded)
             settings = wandb.Settings(**ours, reinit="create_new")
             wandb_id = self._run_dir.wandb_id(os.environ.get("WANDB_RUN_ID"))
-            run = wandb.init(mode=mode, settings=settings, id=wandb_id, **self._init)
-            # wandb's own counter counts rows; ours is the axis.
+            # An offline start has the whole history: to resume would add it to what is uploaded.
+            resume = _unless_set({"resume": "allow"}) if mode == "online" else {}
+            run = wandb.init(mode=mode, settings=settings, id=wandb_id, **self._init, **resume)
             run.define_metric("*", step_metric="step")
-        folder = Path(run.dir).parent.parent
-        history = read_history(folder, run.id)
-        self._known, self._non_finite_steps = {_key(row) for row in history if "step" in row}, 0
-        # A server knows where its counter stands; offline, each start would begin at 0 again.
-        last = max((row["_step"] for row in history if "_step" in row), default=-1)
-        self._next_row = last + 1 if mode == "offline" else None
-        command = sync_command(folder, run.id, self._run_dir.path)
-        offline = f"offline, upload with: {command}"
+        offline = f"offline, upload with: wandb sync {shlex.quote(run.sync_dir)}"
         self._say(f"wandb: {offline if mode == 'offline' else run.url}")
-        # What a killed process had logged and wandb not yet written.
+        self._non_finite_steps = 0
         logged = [_lines(self._run_dir.metrics_jsonl), _lines(self._run_dir.eval_jsonl)]
         for row in heapq.merge(*logged, key=lambda row: row["step"]):
             self._send(run, row)
         return run
 
     def _send(self, run, row: dict) -> None:
-        kind, _ = key = _key(row)
         values = {k: v for k, v in row.items() if v is not None and k != "non_finite"}
         values |= dict.fromkeys(row.get("non_finite", ()), math.nan)
-        if kind == "train":
+        if "eval_loss" not in row:
             self._non_finite_steps += "non_finite" in row
             values["non_finite_steps"] = self._non_finite_steps
-        if key in self._known:
-            return
-        if self._next_row is None:
-            run.log(values)
-        else:
-            run.log(values, step=self._next_row, commit=True)
-            self._next_row += 1
-        self._known.add(key)
+        # The server has the steps before. Rows of one step make one row of wandb's.
+        if row["step"] >= run.starting_step:
+            run.log(values, step=row["step"])
 
     def log(self, record: dict) -> None:
-        """Log a row of metrics.jsonl or eval.jsonl, once."""
-        if self._run is None or _key(record) in self._known:
+        """Log a row that metrics.jsonl or eval.jsonl has, in the order of their steps."""
+        if self._run is None:
             return
         try:
             self._send(self._run, record)
         except Exception as error:
             self._give_up("log", error)
-            self._open_next()
-            self.log(record)
+            self._open_next()  # which logs the row, as any other
 
     def close(self, exit_code: int) -> None:
         """End the run, waiting up to a minute for uploads."""

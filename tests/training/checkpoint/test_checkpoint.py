@@ -24,7 +24,13 @@ from tests.toy import make_model, make_ranks
 from training.checkpoint import dcp_files as checkpoint_files
 from training.checkpoint.dcp_files import CheckpointReader, CheckpointWriter, find_fault
 from training.checkpoint.folder import DamageError, file_sum, read_sums, write_sums
-from training.checkpoint.saver import Checkpointer, CheckpointError, Progress, load_checkpoint
+from training.checkpoint.saver import (
+    Checkpointer,
+    CheckpointError,
+    Contents,
+    TrainState,
+    load_checkpoint,
+)
 from training.config.schema import OptimizerSection, RunSection
 from training.optimizers.sharded import ShardedOptimizer
 
@@ -38,13 +44,13 @@ def toy(tp: int, folder: Path, reports: list, **options):
     ranks = make_ranks(tp)
     model = make_model(ranks, **options.pop("model", {}))
     optimizer = ShardedOptimizer(model, OptimizerSection())
-    progress = Progress(step=1)
+    progress = TrainState(step=1)
     started_from = options.pop("started_from", None)
     config = RunSection(comm_timeout=60, **options)
+    contents, more = Contents(model, optimizer, progress, ranks), {"report": reports.append}
     checkpointer = Checkpointer(
-        folder, model, optimizer, progress, ranks, config,
-        identity={"seed": 0}, started_from=started_from, report=reports.append,
-    )  # fmt: skip
+        folder, contents, config, identity={"seed": 0}, started_from=started_from, **more
+    )
     return model, optimizer, progress, checkpointer
 
 
@@ -62,12 +68,11 @@ def resaved(argv: list[str], port: int, folder: Path):
     """Run train_llm.main(), which writes what it has loaded to ``folder`` before it trains."""
     import training.loop
 
-    def save_first(model, optimizer, data, progress, config, layout, ranks, **more):
-        with Checkpointer(
-            folder, model, optimizer, progress, ranks, config.run, identity={}
-        ) as checkpointer:
+    def save_first(engine, data, state, config, *more):
+        contents = Contents(engine.model, engine.optimizer, state, engine.ranks)
+        with Checkpointer(folder, contents, config.run, identity={}) as checkpointer:
             checkpointer.finish()
-        return real(model, optimizer, data, progress, config, layout, ranks, **more)
+        return real(engine, data, state, config, *more)
 
     real = training.loop.train
     with mock.patch("training.loop.train", save_first):
@@ -135,7 +140,7 @@ def reload(folder: Path, tp: int, rep: int, zero: int) -> list[bool]:
         return all((getattr(t, "_local_tensor", t) == 1).all() for t in tensors)
 
     before = ones()
-    load_checkpoint(folder / "step-00000001", model, optimizer, Progress(), ranks)
+    load_checkpoint(folder / "step-00000001", Contents(model, optimizer, TrainState(), ranks))
     return [before, ones()]
 
 
@@ -145,9 +150,8 @@ def save_replicated(folder: Path, tp: int, rep: int, zero: int) -> None:
     optimizer = ShardedOptimizer(model, OptimizerSection())
     fill(model, optimizer, 1.0)
     config = RunSection(comm_timeout=60)
-    with Checkpointer(
-        folder, model, optimizer, Progress(step=1), ranks, config, identity={}
-    ) as saver:
+    contents = Contents(model, optimizer, TrainState(step=1), ranks)
+    with Checkpointer(folder, contents, config, identity={}) as saver:
         saver.save()
 
 
@@ -327,24 +331,24 @@ def draw_and_restore(folder: Path) -> tuple[list[float], list[float]]:
         saver.save()
         first = torch.rand(3).tolist()
     torch.manual_seed(0)
-    load_checkpoint(folder / "step-00000001", model, optimizer, progress, make_ranks(2))
+    contents = Contents(model, optimizer, progress, make_ranks(2))
+    load_checkpoint(folder / "step-00000001", contents)
     return first, torch.rand(3).tolist()
 
 
 def load_as_on_a_gpu(folder: Path) -> int:
     """Resume where a state is asked for that the checkpoint does not hold."""
-    import training.checkpoint.saver
-
     model, optimizer, progress, _ = toy(2, folder, [])
-    real = training.checkpoint.saver._tensors
+    real = Contents.tensors
 
     def more(*args, **kwargs):
         state = real(*args, **kwargs)
         state["rng"]["rank-00000.cuda"] = torch.zeros(16, dtype=torch.uint8)
         return state
 
-    with mock.patch("training.checkpoint.saver._tensors", more):
-        load_checkpoint(folder / "step-00000001", model, optimizer, progress, make_ranks(2))
+    with mock.patch.object(Contents, "tensors", more):
+        contents = Contents(model, optimizer, progress, make_ranks(2))
+        load_checkpoint(folder / "step-00000001", contents)
     return progress.step
 
 
@@ -629,7 +633,7 @@ def load_damaged(folder: Path) -> str:
         truncate(folder)
     dist.barrier(ranks.control)
     try:
-        load_checkpoint(folder, model, optimizer, progress, ranks)
+        load_checkpoint(folder, Contents(model, optimizer, progress, ranks))
     except CheckpointError as error:
         return str(error)
 

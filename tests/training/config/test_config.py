@@ -15,6 +15,7 @@ from pydantic import BaseModel
 
 from common.errors import ConfigError
 from common.secrets import is_secret, masked
+from tests.runs import read_wandb
 from training.checkpoint.folder import file_sum, write_sums
 from training.checkpoint.resume import NOT_COMPARED, check_resume, identity
 from training.config.command_line import RECIPES, Parser, load_recipe, parse_flags
@@ -22,7 +23,7 @@ from training.config.schema import Config, OptimizerSection, flag, to_toml
 from training.config.values import seconds, step_range
 from training.optimizers.schedule import lr_at
 from training.run.directory import RunDir
-from training.run.wandb_run import read_history, wandb_key_configured, wandb_mode
+from training.run.wandb_run import wandb_key_configured, wandb_mode
 from training.start import launch_ids, load_config
 
 ROOT = Path(__file__).parents[3]
@@ -477,7 +478,7 @@ def test_a_run_that_was_killed_at_its_end_is_finished(tmp_path):
     done = train_llm(tmp_path, *argv)
     assert done.returncode == 0 and "run is finished: 12 of 12 steps" in done.stdout
     assert run.read_status()["state"] == "finished" and run.read_status()["step"] == 12
-    assert [row["step"] for row in read_history(Path("run/wandb"), run.wandb_id())] == [11, 12]
+    assert [row["step"] for row in read_wandb(Path("run")).rows] == [11, 12]
     (tmp_path / "again").mkdir()
     assert "wandb" not in train_llm(tmp_path / "again", *argv).stdout
 

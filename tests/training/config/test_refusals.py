@@ -627,8 +627,6 @@ def test_launch_is_torchruns_else_sruns_else_one_process():
         ("--tp 4", world(4, LOCAL_WORLD_SIZE="2"), ["--tp 4", "2 processes", "slow"]),
         ("--tp 2", world(4, LOCAL_WORLD_SIZE="2"), []),
         ("", {}, []),
-        ("--tp 2 --activation-checkpoint selective", world(2), ["selective", "--tp 2", "full"]),
-        ("--activation-checkpoint selective", world(2), []),
         # The recipe's warm-up was not asked for.
         ("--steps 3", {}, ["10 steps", "ends at step 3", "--warmup-steps 0", "--steps"]),
         ("--steps 10", {}, []),

@@ -477,7 +477,7 @@ def test_builders_without_locks_agree(tmp_path, monkeypatch):
     def no_locks(*args):
         raise OSError(95, "Operation not supported")
 
-    monkeypatch.setattr(tokens_module.fcntl, "flock", no_locks)
+    monkeypatch.setattr("fcntl.flock", no_locks)
     file = write_jsonl(tmp_path / "x.jsonl", record("one"), record("two"))
     builders = []
     for pause in (0.8, 0.0):

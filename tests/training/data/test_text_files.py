@@ -101,11 +101,12 @@ SPLITS = {
     "unnamed": (["contest.jsonl", "latest.jsonl"], "train", ["contest.jsonl", "latest.jsonl"]),
     "no effect": (["a.jsonl", "b.jsonl"], "test", "test has no effect with files whose names"),
     "own split": (
-        ["train_sft-00000-of-00001.jsonl", "a.jsonl"], "train_sft",
+        ["train_sft-00000-of-00001.jsonl", "a.jsonl"],
+        "train_sft",
         ["train_sft-00000-of-00001.jsonl"],
     ),
     "not chosen": (["train_sft-00000-of-00001.jsonl"], "train", r"there are 1 train_sft \("),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("glob", ["", "**/*.jsonl"])

@@ -6,10 +6,10 @@ from typing import get_args
 import pytest
 import torch
 
-from planner.memory import memory_options
 from tests.runs import checkpoint_tensors, curve, train
 from tests.toy import deviation, train_toy
 from training.config.checks import MAX_ROUNDED_BETA
+from training.config.options import planner_options
 from training.config.schema import Config, OptimizerSection
 from training.optimizers import sharded as updates
 from training.optimizers.sharded import ShardedOptimizer
@@ -42,7 +42,7 @@ def test_all_state_exists_from_the_start(name):
     assert optimizer.named_state().keys() == before
     weights, moments = optimizer.held_bytes()
     config = Config(optimizer=section, step={"dtype": "float64"})
-    assert moments / weights == 2 * memory_options(config).moment_bytes / 8
+    assert moments / weights == 2 * planner_options(config).moment_bytes / 8
 
 
 @pytest.mark.parametrize("chunk", [7, 2**24])

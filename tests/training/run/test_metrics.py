@@ -9,6 +9,8 @@ import shutil
 import subprocess
 import sys
 import time
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -311,9 +313,10 @@ def secret_holders(folder, secret):
 
 
 def test_offline_run_shows_each_step_once_under_one_id(run_dir, tmp_path):
-    """Also where a start repeats steps, as after a kill."""
+    """In its newest start, also where that repeats steps, as after a kill."""
     for first, steps in ((0, (1, 2, 3)), (1, (2, 3)), (3, (4,))):
         stream = io.StringIO()
+        run_dir.cut_metrics(first)
         reporter = report(run_dir, "offline", stream, first_step=first)
         for step in steps:
             reporter.log(record(step=step, loss=float("nan") if step == 4 else 5.0 - step))
@@ -321,7 +324,8 @@ def test_offline_run_shows_each_step_once_under_one_id(run_dir, tmp_path):
         reporter.close()
         said = [line for line in stream.getvalue().splitlines() if "wandb" in line]
         assert len(said) == 1 and said[0].startswith("wandb: offline, upload with: wandb sync /")
-        assert os.path.isdir(said[0].split()[-1])
+        newest = Path(said[0].split()[-1])
+        assert newest == sorted(run_dir.path.glob("wandb/offline-run-*"))[-1]
 
     found = read_wandb(run_dir.path)
     assert len(list(run_dir.path.glob("wandb/offline-run-*"))) == 3
@@ -332,7 +336,7 @@ def test_offline_run_shows_each_step_once_under_one_id(run_dir, tmp_path):
     assert [row["loss"] for row in train[:3]] == [4.0, 3.0, 2.0]
     assert [row["non_finite_steps"] for row in train] == [0, 0, 0, 1]
     assert [row["step"] for row in found.rows if row.get("eval_loss") == 2.5] == [3, 4]
-    assert [row["_step"] for row in found.rows] == list(range(6))
+    assert [row["_step"] for row in found.rows] == [1, 2, 3, 4]
     assert found.config["step"] == {"seed": 0}
 
     shutil.copytree(run_dir.path, tmp_path / "fork", symlinks=True)
@@ -361,8 +365,42 @@ def test_what_a_killed_process_had_not_written_is_filled_in(run_dir):
         reporter.log(record(step=step))
     reporter.close()
     found = read_wandb(run_dir.path)
-    assert [(row["step"], row["_step"]) for row in found.rows] == [(1, 0), (2, 1), (3, 2), (4, 3)]
+    assert [(row["step"], row["_step"]) for row in found.rows] == [(1, 1), (2, 2), (3, 3), (4, 4)]
     assert set(found.ids) == {run_dir.wandb_id()}
+
+
+@pytest.mark.parametrize("mode", ["online", "offline"])
+def test_a_start_logs_every_step_that_the_server_lacks(run_dir, monkeypatch, mode):
+    """Online, wandb says how far the server is; an offline start has the whole history."""
+    import wandb
+
+    asked, logged = {}, []
+
+    def init(**arguments):
+        asked.update(arguments)
+        return SimpleNamespace(
+            starting_step=4 if mode == "online" else 0,
+            define_metric=lambda name, step_metric: None,
+            log=lambda values, step: logged.append((step, "eval_loss" in values)),
+            finish=lambda exit_code: None,
+            url="https://server/run",
+            sync_dir="wandb/run",
+        )
+
+    monkeypatch.setenv("WANDB_API_KEY", KEY)
+    monkeypatch.setattr(wandb, "init", init)
+    for step in (1, 3, 5):
+        append_line(run_dir.metrics_jsonl, json.dumps(record(step=step)))
+    for step in (3, 4, 5):
+        row = {"step": step, "eval_loss": 2.5, "eval_tokens": 7}
+        append_line(run_dir.eval_jsonl, json.dumps(row))
+    reporter = report(run_dir, mode, first_step=5)
+    reporter.log(record(step=6))
+    reporter.close()
+    assert asked["id"] == run_dir.wandb_id()
+    assert asked.get("resume") == ("allow" if mode == "online" else None)
+    rows = [(1, False), (3, False), (3, True), (4, True), (5, False), (5, True), (6, False)]
+    assert logged == (rows[3:] if mode == "online" else rows)
 
 
 def test_a_full_disk_costs_no_row(run_dir, monkeypatch):
@@ -450,7 +488,7 @@ def test_wandb_that_breaks_later_is_left_behind(run_dir, monkeypatch):
 
 
 def test_variables_of_wandb_beat_our_defaults_and_flags_beat_them(run_dir, tmp_path):
-    """Also the id, in every start, and one command that uploads all starts."""
+    """Also the id, in every start, and the command that uploads it."""
     code = (
         "import json, os, sys; from pathlib import Path\n"
         "from training.run.directory import RunDir\n"
@@ -472,11 +510,11 @@ def test_variables_of_wandb_beat_our_defaults_and_flags_beat_them(run_dir, tmp_p
     argv = [sys.executable, "-c", code, str(run_dir.path), json.dumps(starts)]
     done = subprocess.run(argv, capture_output=True, text=True, timeout=100)
     commands = [line.partition("upload with: ")[2] for line in done.stdout.splitlines()]
-    own = f"wandb sync {run_dir.path}/wandb"
-    assert commands == [own, own, f"wandb sync {tmp_path}/shared/wandb/offline-run-*-mine"], done
+    files = sorted(tmp_path.glob("*/wandb/*run-*/*.wandb"), key=os.path.getmtime)
+    assert commands == [f"wandb sync {file.parent}" for file in files], done
     found = [
         (r.run.project, r.run.display_name, r.run.run_group, list(r.run.tags), r.run.run_id)
-        for file in sorted(tmp_path.glob("*/wandb/*run-*/*.wandb"), key=os.path.getmtime)
+        for file in files
         for r in wandb_records(file)
         if r.WhichOneof("record_type") == "run"
     ]
