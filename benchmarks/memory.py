@@ -22,14 +22,15 @@ from models.decoder import Llama
 from models.initialization import init_weights
 from parallel import parallelize
 from parallel.launch import Launch
-from parallel.layout import Layout, make_layout
+from parallel.layout import Dims, Layout, make_layout
 from parallel.mesh import Ranks, init_ranks
-from planner.memory import Options, block_bytes, embedding_bytes, head_bytes, loss_bytes
-from recipes.plan.measure import LiveBytes, gathered_parameters, held
+from parallel.options import ParallelOptions
+from planner.memory import Options, holding, micro_batch_bytes, stage_bytes
+from recipes.plan.measure import LiveBytes, gathered_parameters, stored
 from training.config.command_line import load_recipe
 from training.config.schema import OptimizerSection
 from training.optimizers.sharded import ShardedOptimizer
-from training.step import batch_loss, forward_backward
+from training.step import Engine, batch_loss, forward_backward
 
 FLOAT = 4
 WHEN = ("between micro-batches", "at the peak")
@@ -69,7 +70,7 @@ def formula(config: LlamaConfig, zero: int, n: int) -> dict[str, tuple[int, int,
 
 def _held(model: Llama, optimizer: ShardedOptimizer) -> tuple[int, int, int]:
     """Bytes of parameters, gradients and optimizer state, in parts and whole, held now."""
-    now = held(model, optimizer)
+    now = stored(model, optimizer)
     return now.parameters + now.gathered, now.gradients + now.whole_gradients, now.optimizer
 
 
@@ -92,7 +93,7 @@ def measure(config: LlamaConfig, layout: Layout, ranks: Ranks, seq_len: int) -> 
     zero = layout.zero
     with torch.device("meta"):
         model = Llama(config)
-    parallelize(model, ranks.mesh, sequence_parallel=False, zero=zero, dtype=torch.float32)
+    parallelize(model, ranks.mesh, ParallelOptions(dtype="float32"), zero=zero)
     model.to_empty(device=ranks.device)
     init_weights(model, 0)
     optimizer = ShardedOptimizer(model, OptimizerSection())
@@ -108,7 +109,7 @@ def measure(config: LlamaConfig, layout: Layout, ranks: Ranks, seq_len: int) -> 
         return real(group, *args, **kwargs)
 
     with mock.patch.object(FSDPParamGroup, "post_backward", sampled):
-        forward_backward(model, batch, 1, ranks, zero)
+        forward_backward(Engine(model, optimizer, layout, ranks), batch, 1)
     return found | {WHEN[1]: max(moments, key=lambda moment: sum(moment[:2]))}
 
 
@@ -120,17 +121,22 @@ def activation_formula(
     Of one sequence of so many tokens, on a rank of ``tp``.
     """
     layout = Layout(dp=1, tp=tp, batch_size=1, micro_batches=1)
-    options = Options(tokens, sequence_parallel, mode, dtype_bytes=FLOAT, cuda=False)
-    ends = embedding_bytes(layout, options) + head_bytes(config, layout, options)
-    blocks = config.num_hidden_layers * block_bytes(config, layout, options)
-    return ends + blocks + loss_bytes(config, layout, options)[0]
+    options = Options(
+        seq_len=tokens,
+        sequence_parallel=sequence_parallel,
+        activation_checkpoint=mode,
+        dtype="float32",
+        cuda=False,
+    )
+    micro, (stage,) = micro_batch_bytes(config, layout, options), holding(config, (), mode).stages
+    return stage_bytes(stage, micro) + micro.loss_kept
 
 
 def activations(config: LlamaConfig, layout: Layout, ranks: Ranks, seq_len: int, **options) -> int:
     """As :func:`activation_formula`, measured: what a forward has made and still holds."""
     with torch.device("meta"):
         model = Llama(config)
-    parallelize(model, ranks.mesh, zero=layout.zero, dtype=torch.float32, **options)
+    parallelize(model, ranks.mesh, ParallelOptions(dtype="float32", **options), zero=layout.zero)
     model.to_empty(device=ranks.device)
     init_weights(model, 0)
     tokens = torch.randint(0, config.vocab_size, (layout.batch_size, seq_len))
@@ -155,14 +161,14 @@ def model_config() -> LlamaConfig:
 def measure_stage(launch: Launch, zero: int) -> dict:
     """:func:`measure` on this rank."""
     n = launch.world_size
-    layout = make_layout(world_size=n, tp=1, global_batch_size=2 * n, batch_size=1, zero=zero)
+    layout = make_layout(n, Dims(), global_batch_size=2 * n, batch_size=1, zero=zero)
     return measure(model_config(), layout, init_ranks(launch, layout, 600), 64)
 
 
 def measure_activations(launch: Launch, sequence_parallel: bool, mode: str) -> int:
     """:func:`activations` on this rank."""
     tp = launch.world_size
-    layout = make_layout(world_size=tp, tp=tp, global_batch_size=1, batch_size=1, zero=3)
+    layout = make_layout(tp, Dims(tp=tp), global_batch_size=1, batch_size=1, zero=3)
     options = {"sequence_parallel": sequence_parallel, "activation_checkpoint": mode}
     return activations(model_config(), layout, init_ranks(launch, layout, 600), SEQ_LEN, **options)
 
@@ -176,7 +182,7 @@ def main() -> int:
             for what, m, f in zip(WHAT, found[when], expected[when], strict=True):
                 stages.append((f"ZeRO-{zero}", when, what, m, f))
     for tp, sp in ((1, False), (2, False), (2, True), (4, False), (4, True)):
-        for mode in ("none", "selective", "full"):
+        for mode in ("none", "every-2", "full"):
             m = run_ranks(measure_activations, tp, sp, mode)
             f = activation_formula(config, SEQ_LEN, tp, sp, mode)
             kept.append((tp, "on" if sp else "off", mode, m, f))

@@ -32,7 +32,7 @@ GROUPS = {
         "--batch-size 2 --dp-replicate 2",
         "--batch-size 2 --cp 2",
         "--batch-size 2 --tp 2",
-        "--batch-size 2 --activation-checkpoint selective",
+        "--batch-size 2 --activation-checkpoint every-2",
         "--batch-size 2 --activation-checkpoint full",
         "--batch-size 2 --loss-chunks 8",
         "--batch-size 2 --prefetch 2",

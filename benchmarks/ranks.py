@@ -20,9 +20,10 @@ from parallel.launch import Launch
 from parallel.mesh import init_ranks
 from training import setup as start
 from training.config.command_line import parse_flags
+from training.config.options import planner_options
 from training.optimizers.sharded import ShardedOptimizer
 from training.start import check
-from training.step import FaultFlag, optimizer_step
+from training.step import Engine, forward_backward, update
 
 
 def _rank(rank: int, function: Callable, processes: int, port: int, out: str, args: tuple) -> None:
@@ -66,15 +67,16 @@ class Training:
         self.ranks = ranks = init_ranks(launch, layout, 600)
         with torch.device("meta"):
             self.model = model = Llama(config.model)
-        options = start.parallel_options(config, ranks) | config.memory.model_dump()
+        options = planner_options(config, ranks.device.type == "cuda")
         stages = layout.rank_stages(config.model, config.step.seq_len, ranks.pp_rank)
-        parts = parallelize(model, ranks.mesh, zero=layout.zero, stages=stages, **options)
+        parts = parallelize(model, ranks.mesh, options, zero=layout.zero, stages=stages)
         self.pipeline = start.make_pipeline(config, parts, stages, layout, ranks)
         model.to_empty(device=ranks.device)
         init_weights(model, 0)
         self.optimizer = ShardedOptimizer(model, config.optimizer)
-        self._trained = replicate(model, config.memory.grad_compression)
-        self._fault, self._step = FaultFlag(ranks.device), 0
+        trained = replicate(model, config.memory.grad_compression)
+        self._engine = Engine(trained, self.optimizer, layout, ranks, self.pipeline)
+        self._step = 0
         shape = (layout.batch_size, config.step.seq_len // layout.cp)
         tokens = torch.randint(0, config.model.vocab_size, shape, device=ranks.device)
         self._batch = [(tokens, tokens)] * layout.micro_batches
@@ -83,11 +85,8 @@ class Training:
     def step(self) -> None:
         """One optimizer step."""
         self._step += 1
-        optimizer_step(
-            self._trained, self.optimizer, self._batch, self.tokens_per_step, self.ranks,
-            zero=self.layout.zero, pipeline=self.pipeline, lr=1e-4, grad_clip=1.0,
-            step=self._step, fault=self._fault,
-        )  # fmt: skip
+        share = forward_backward(self._engine, self._batch, self.tokens_per_step)
+        update(self._engine, share, step=self._step, lr=1e-4, grad_clip=1.0)
 
 
 def over_ranks(*values: float) -> list[list[float]]:

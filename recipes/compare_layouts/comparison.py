@@ -12,6 +12,7 @@ from planner.collectives import collectives
 from recipes.compare_layouts.differences import OF_A_TRAINING, differing_flags
 from recipes.compare_layouts.judge import QUANTITIES, UNIT_ROUNDOFF, rounding_bound
 from recipes.compare_layouts.results import Run
+from training.config.options import planner_options
 
 
 def _deviations(rows: list[dict], reference: list[dict], quantity: str) -> tuple[list, list]:
@@ -31,12 +32,12 @@ def _bytes_per_step(run: Run) -> int:
 
     In a pipeline, those of the rank with most.
     """
-    options = run.config.plan_options(cuda=run.start.get("device", "cpu") != "cpu")
+    options = planner_options(run.config, cuda=run.start.get("device", "cpu") != "cpu")
     model, seq_len = run.config.model, run.config.step.seq_len
     totals = []
     for pp_rank in range(run.layout.pp):
         stages = run.layout.rank_stages(model, seq_len, pp_rank)
-        sent = collectives(model, run.layout, stages=stages, seq_len=seq_len, **options)
+        sent = collectives(model, run.layout, options, seq_len, stages)
         totals.append(sum(c.count * c.units * c.bytes for c in sent))
     return max(totals)
 

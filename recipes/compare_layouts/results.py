@@ -9,8 +9,9 @@ from pathlib import Path
 
 from common.errors import ConfigError, LayoutError
 from common.files import read_bounded, read_json
-from parallel.layout import Layout, make_layout, parse_layout
+from parallel.layout import Layout, parse_layout
 from recipes.compare_layouts.judge import QUANTITIES, Lossy
+from training.config.options import config_layout
 from training.config.schema import Config
 from training.run.directory import RunDir
 
@@ -84,17 +85,11 @@ def read_run(path: Path) -> Run:
         rows = [_checked_row(json.loads(line)) for line in lines]
         config = Config(**tomllib.loads(files.config_toml.read_text("utf-8")))
         sizes = parse_layout(start["layout"])
-        layout = make_layout(
-            world_size=math.prod(sizes.values()),
-            pp=sizes["pp"],
-            pp_schedule=config.layout.pp_schedule,
-            tp=sizes["tp"],
-            cp=sizes["cp"],
-            dp_replicate=sizes["dp_replicate"],
-            zero=config.layout.zero,
-            global_batch_size=config.step.global_batch_size,
-            batch_size=config.step.batch_size,
-        )
+        world_size = math.prod(sizes.values())
+        del sizes["dp"]
+        # The last start may have had another layout than the first, whose config is kept.
+        changed = config.layout.model_copy(update=sizes)
+        layout = config_layout(config.model_copy(update={"layout": changed}), world_size)
     except (OSError, ValueError, LookupError, TypeError, ConfigError, LayoutError) as error:
         raise ConfigError(f"{path} cannot be read ({type(error).__name__}: {error})") from None
     if not rows:

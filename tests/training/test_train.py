@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from models.config import LlamaConfig
-from parallel.layout import make_layout
+from parallel.layout import Dims, make_layout
 from planner.collectives import ParameterRow, format_plan
 from tests.ranks import RankError, free_port
 from tests.runs import SMALL, checkpoint_tensors, curve, forked, rows, run_main, train
@@ -245,7 +245,7 @@ def test_equal_blocks_are_shown_once():
     sizes = {0: 8, 1: 8, 2: 4, 3: 8, 9: 8, 10: 8}
     rows = [ParameterRow("model.norm.weight", (1,), "R", (1,), 4)]
     rows += [ParameterRow(f"model.layers.{i}.w", (2,), "R", (2,), b) for i, b in sizes.items()]
-    model, layout = LlamaConfig(vocab_size=64), make_layout(world_size=1, tp=1, global_batch_size=1)
+    model, layout = LlamaConfig(vocab_size=64), make_layout(1, Dims(), global_batch_size=1)
     text = format_plan(rows, {}, model, layout, seq_len=8)
     names = [
         line.split()[0].removeprefix("model.") for line in text.splitlines() if "model." in line
