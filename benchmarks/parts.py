@@ -16,7 +16,7 @@ from torch import Tensor
 
 from benchmarks.ranks import write_json
 from common.text import columns
-from models.decoder import _RMSNorm, _SwiGLULinear
+from models.layers import _RMSNorm, _SwiGLULinear
 
 BATCH, SEQ_LEN, HIDDEN, FEED_FORWARD = 4, 256, 256, 704
 ROUNDS, REPEATS = 7, 30

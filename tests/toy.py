@@ -22,7 +22,7 @@ from parallel.options import ParallelOptions
 from parallel.pipeline import Pipeline
 from planner.print_plan import parameter_rows
 from training.config.schema import OptimizerSection
-from training.loss import IGNORE_INDEX
+from training.data.batches import IGNORE_INDEX
 from training.optimizers.sharded import ShardedOptimizer
 from training.step import Batch, Engine, StepResult, batch_loss, forward_backward, update
 

@@ -6,8 +6,7 @@ import torch.distributed as dist
 from parallel.context_parallel import local_tokens
 from parallel.data_parallel import reshard
 from training.config.schema import Config
-from training.data.batches import TokenData, eval_batches, num_eval_batches
-from training.loss import IGNORE_INDEX
+from training.data.batches import IGNORE_INDEX, TokenData, eval_batches, num_eval_batches
 from training.step import Engine, batch_loss
 
 

@@ -11,9 +11,8 @@ from parallel.layout import Layout
 from parallel.mesh import Ranks
 from training.checkpoint.saver import Checkpointer, TrainState
 from training.config.schema import Config
-from training.data.batches import TokenData, prefetch, train_batch
+from training.data.batches import IGNORE_INDEX, TokenData, prefetch, train_batch
 from training.evaluate import evaluate
-from training.loss import IGNORE_INDEX
 from training.optimizers.schedule import lr_at
 from training.run import garbage
 from training.run.directory import LostRunError

@@ -5,7 +5,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-IGNORE_INDEX = -100
+from training.data.batches import IGNORE_INDEX
 
 
 class _VocabParallelCrossEntropy(torch.autograd.Function):

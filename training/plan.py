@@ -11,9 +11,10 @@ from parallel import parallelize
 from parallel.launch import Launch
 from parallel.layout import Layout
 from parallel.mesh import Ranks, make_mesh
-from planner.collectives import collectives, describe_pipeline, format_plan, parameter_rows
+from planner.collectives import collectives
 from planner.machine import load_machine, table_name
 from planner.prediction import Prediction, predict
+from planner.print_plan import describe_pipeline, format_plan, parameter_rows
 from training.config.options import planner_options
 from training.config.schema import Config
 from training.data.tokenizer import load_tokenizer

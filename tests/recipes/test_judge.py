@@ -19,8 +19,7 @@ from parallel import grad_compression
 from recipes.compare_layouts.judge import Lossy, judge, rounding_bound
 from tests.ranks import free_port
 from tests.runs import SMALL, run_main
-from training.data.batches import train_batch
-from training.loss import IGNORE_INDEX
+from training.data.batches import IGNORE_INDEX, train_batch
 
 FLAGS = "--steps 3 --fingerprint-steps 3 --dtype float64 --warmup-steps 0".split()  # noqa: SIM905
 

@@ -16,6 +16,8 @@ from common.files import names_in, read_bounded, readable, write_atomic
 from common.text import printable
 
 STATE, SUMS = "state.json", "SHA256SUMS"
+# Of a run directory, where its checkpoints are.
+CHECKPOINTS = "checkpoints"
 MAX_STATE_BYTES, MAX_SUMS_BYTES = 1 << 20, 1 << 24
 _SUM = re.compile(r"([0-9a-f]{64})  ([A-Za-z0-9_.-]{1,255})")
 # What state.json counts, and the least of each.

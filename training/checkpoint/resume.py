@@ -6,6 +6,7 @@ from pathlib import Path
 from common.errors import ConfigError
 from common.text import printable
 from training.checkpoint.folder import (
+    CHECKPOINTS,
     DamageError,
     checkpoint_name,
     complete_checkpoints,
@@ -13,7 +14,6 @@ from training.checkpoint.folder import (
     read_checkpoint_state,
 )
 from training.config.schema import Config, flag
-from training.run.directory import RunDir
 
 # Of the identity: the data are compared by content once they are open, tokenizer included, which
 # may have moved; the other is only for an export.
@@ -53,7 +53,7 @@ def find_checkpoint(config: Config) -> Path | None:
             cannot be read.
     """
     check_run_dir(config)
-    folder = RunDir(config.run_dir).checkpoints
+    folder = config.run_dir / CHECKPOINTS
     if not config.run.resume:
         return newest_checkpoint(folder)
     number = re.fullmatch(r"step-([0-9]{1,18})", config.run.resume)

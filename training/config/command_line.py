@@ -34,8 +34,9 @@ from training.config.schema import (
     unknown_key,
 )
 from training.config.values import clean_path
-from training.data.tokenizer import OTHER_FORMATS
 
+# Any of these files shows that there is a tokenizer, if not one that can be read here.
+OTHER_FORMATS = ("tokenizer.model", "spiece.model", "vocab.json", "merges.txt", "vocab.txt")
 RECIPES = REPO / "recipes"
 
 

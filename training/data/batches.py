@@ -22,8 +22,9 @@ from torch import Tensor
 
 from training.data.text_files import DataError
 from training.data.token_cache import PARTS, TokensMeta, open_part, read_meta
-from training.loss import IGNORE_INDEX
 
+# A target that counts nothing.
+IGNORE_INDEX = -100
 T = TypeVar("T")
 
 

@@ -24,8 +24,6 @@ from training.data.text_files import DataError
 TOKENIZER, CONFIG, SPECIAL = "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"
 GENERATION = "generation_config.json"
 CHAT = "chat_template.jinja"
-# Any of these files shows that there is a tokenizer, if not one that can be read here.
-OTHER_FORMATS = ("tokenizer.model", "spiece.model", "vocab.json", "merges.txt", "vocab.txt")
 MAX_BYTES = 1 << 28
 # A longer document is encoded in windows: an encoding takes about 100 bytes of memory per token
 # before it becomes 2 or 4 bytes on disk.

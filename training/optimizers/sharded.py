@@ -1,6 +1,7 @@
 """Weight updates: the optimizer, the learning rate, the global gradient norm and clipping."""
 
 import itertools
+import operator
 
 import torch
 import torch.distributed as dist
@@ -9,6 +10,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.optim.adamw import adamw
 
+from models.weights import all_weights
 from training.config.schema import OptimizerSection
 
 # Moments that are stored in bfloat16 are widened this many at a time: 128 MiB in float32.
@@ -25,7 +27,7 @@ class ShardedOptimizer:
     Both are elementwise, so the update needs no communication, and torch.optim sees plain tensors
     that share memory with the shards: DTensor dispatch over thousands of tensors would cost host
     time in each step, and not every fused kernel knows DTensors. Shards that are offloaded are
-    updated on the CPU. Weight decay acts on matrices only. The state exists from the start, since a
+    updated on the CPU. Weight decay acts on all weights but norms. The state exists from the start, since a
     checkpoint is loaded into it in place.
     """
 
@@ -33,12 +35,13 @@ class ShardedOptimizer:
         self.names, self.parameters = zip(*model.named_parameters(), strict=True)
         self._counted = [counts_here(p) for p in self.parameters]
         self.shards = [nn.Parameter(_local(p.detach())) for p in self.parameters]
-        matrices = [s for s in self.shards if s.ndim > 1]
-        vectors = [s for s in self.shards if s.ndim == 1]
+        table = all_weights(model.config)
         self._rounded = config.optimizer_state_dtype == "bfloat16"
+        norms = [table[name].kind == "norm" for name in self.names]
+        matrices = itertools.compress(self.shards, map(operator.not_, norms))
         groups = [
-            {"params": matrices, "weight_decay": config.weight_decay},
-            {"params": vectors, "weight_decay": 0.0},
+            {"params": list(matrices), "weight_decay": config.weight_decay},
+            {"params": list(itertools.compress(self.shards, norms)), "weight_decay": 0.0},
         ]
         if config.optimizer == "sgd":
             self._inner = torch.optim.SGD(groups, lr=config.lr, fused=True)

@@ -69,7 +69,7 @@ class RunDir:
         self.metrics_jsonl = self.path / "metrics.jsonl"
         self.eval_jsonl = self.path / "eval.jsonl"
         self.fingerprints_jsonl = self.path / "fingerprints.jsonl"
-        self.checkpoints = self.path / "checkpoints"
+        self.checkpoints = self.path / checkpoint_dir.CHECKPOINTS
         self.profile = self.path / "profile"
         self.tokenizer = self.path / "tokenizer"
         self.diagnosis = self.path / "diagnosis"

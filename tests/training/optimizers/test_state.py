@@ -6,6 +6,8 @@ from typing import get_args
 import pytest
 import torch
 
+from models.config import LlamaConfig
+from models.decoder import Llama
 from tests.runs import checkpoint_tensors, curve, train
 from tests.toy import deviation, train_toy
 from training.config.checks import MAX_ROUNDED_BETA
@@ -20,7 +22,8 @@ FLAGS = ["--optimizer-state-dtype", "bfloat16"]
 
 def small_model() -> torch.nn.Module:
     torch.manual_seed(0)
-    return torch.nn.Linear(9, 5, dtype=torch.float64)
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "vocab_size": 9}
+    return Llama(LlamaConfig(num_attention_heads=2, **sizes)).double()
 
 
 def update(model: torch.nn.Module, optimizer: ShardedOptimizer, step: int, skip=0.0) -> None:
