@@ -27,8 +27,8 @@ class ShardedOptimizer:
     Both are elementwise, so the update needs no communication, and torch.optim sees plain tensors
     that share memory with the shards: DTensor dispatch over thousands of tensors would cost host
     time in each step, and not every fused kernel knows DTensors. Shards that are offloaded are
-    updated on the CPU. Weight decay acts on all weights but norms. The state exists from the start, since a
-    checkpoint is loaded into it in place.
+    updated on the CPU. Weight decay acts on all weights but norms. The state exists from the start,
+    since a checkpoint is loaded into it in place.
     """
 
     def __init__(self, model: nn.Module, config: OptimizerSection):

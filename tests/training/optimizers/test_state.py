@@ -1,13 +1,13 @@
 """The optimizer's state: all of it from the start, and moments that are stored in bfloat16."""
 
 import shutil
+from dataclasses import replace
 from typing import get_args
 
 import pytest
 import torch
 
-from models.config import LlamaConfig
-from models.decoder import Llama
+from models.weights import Weight
 from tests.runs import checkpoint_tensors, curve, train
 from tests.toy import deviation, train_toy
 from training.config.checks import MAX_ROUNDED_BETA
@@ -20,10 +20,22 @@ BFLOAT16 = {"optimizer": "adamw", "lr": 0.01, "optimizer_state_dtype": "bfloat16
 FLAGS = ["--optimizer-state-dtype", "bfloat16"]
 
 
+class Small(torch.nn.Linear):
+    """A model of a matrix and a vector."""
+
+    config = None
+
+
+@pytest.fixture(autouse=True)
+def its_table(monkeypatch):
+    weight = Weight("weight", (5, 9), "replicated")
+    table = {"weight": weight, "bias": replace(weight, name="bias", kind="norm")}
+    monkeypatch.setattr(updates, "all_weights", lambda config: table)
+
+
 def small_model() -> torch.nn.Module:
     torch.manual_seed(0)
-    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "vocab_size": 9}
-    return Llama(LlamaConfig(num_attention_heads=2, **sizes)).double()
+    return Small(9, 5, dtype=torch.float64)
 
 
 def update(model: torch.nn.Module, optimizer: ShardedOptimizer, step: int, skip=0.0) -> None:
@@ -73,7 +85,7 @@ def test_the_update_is_adamw_with_rounded_moments(chunk, monkeypatch):
 
 def decay(beta: float) -> torch.Tensor:
     """What is left of second moments of all mantissas after hundred steps without a gradient."""
-    model = torch.nn.Linear(128, 1, bias=False)
+    model = Small(128, 1, bias=False)
     section = OptimizerSection(beta2=beta, optimizer_state_dtype="bfloat16", lr=1e-9)
     optimizer = ShardedOptimizer(model, section)
     moment = optimizer.named_state()["weight.exp_avg_sq"]
