@@ -33,9 +33,8 @@ def join_store(launch: Launch, timeout: float) -> dist.Store:
     except MeetingError as error:
         if not error.missing:
             raise EndedError(str(error)) from None
-        raise EndedError(
-            _silent(rank_list(error.missing, RANKS_LISTED), timeout, "start")
-        ) from None
+        missing = rank_list(error.missing, RANKS_LISTED)
+        raise EndedError(_silent(missing, timeout, "start")) from None
 
 
 def _silent(who: str, timeout: float, what: str) -> str:
