@@ -8,14 +8,16 @@ config -> mesh -> data -> model (meta) -> parallelize -> init -> optimizer -> re
 import os
 import signal
 import sys
+from typing import TYPE_CHECKING
 
 from common.output import run_command, say
-from parallel.launch import Launch
 from parallel.layout import Layout
 from training.config.schema import Config
-from training.config.values import step_range
 from training.run.launcher import Launcher
 from training.start import load_config
+
+if TYPE_CHECKING:
+    from training.setup import Start
 
 
 def main() -> None:
@@ -38,28 +40,9 @@ def main() -> None:
         processes = f"{layout.world_size} process{'es' if layout.world_size > 1 else ''}"
         what = f"recipe {config.recipe}, layout {layout.name} on {processes}"
         say(f"{what}, run directory {config.run_dir}; importing torch ...", sys.stdout)
-    return train_run(config, layout, launch, launcher)
 
-
-def train_run(config: Config, layout: Layout, launch: Launch, launcher: Launcher) -> None:
-    """All that needs torch, in the order in which it happens."""
-    import torch
-
-    from models.decoder import Llama
-    from parallel import parallelize
     from parallel.mesh import init_ranks
-    from training import plan, setup
-    from training.checkpoint.folder import step_of
-    from training.checkpoint.saver import Checkpointer, Contents, TrainState, load_checkpoint
-    from training.config.options import planner_options
-    from training.loop import train
-    from training.optimizers.sharded import ShardedOptimizer
-    from training.run import shutdown
-    from training.run.fingerprints import Fingerprints
-    from training.run.garbage import collecting_together
-    from training.run.metrics import Meter
-    from training.run.observers import Observers
-    from training.run.profiler import Profiler
+    from training import setup
     from training.run.tokenizer import load_run_tokenizer
 
     with setup.refusing(launch):
@@ -70,12 +53,33 @@ def train_run(config: Config, layout: Layout, launch: Launch, launcher: Launcher
         run, checkpoint = setup.open_run(config, ranks)
         data = setup.open_data(config, tokenizer, ranks)
         setup.check_data(config, data, checkpoint)
-        setup.begin_run(config, layout, ranks, run, checkpoint, tokenizer)
+        start = setup.Start(ranks, run, checkpoint, data, tokenizer)
+        setup.begin_run(config, layout, start)
+    train_run(config, layout, start, launcher)
 
-    state, prediction = TrainState(), plan.predict_run(config, layout, ranks.device)
+
+def train_run(config: Config, layout: Layout, start: "Start", launcher: Launcher) -> None:
+    """From the model to the end, in the order in which it happens."""
+    import torch
+
+    from models.decoder import Llama
+    from parallel import parallelize
+    from training import plan, setup
+    from training.checkpoint.saver import Checkpointer, Contents, TrainState, load_checkpoint
+    from training.config.options import planner_options
+    from training.loop import AgreedBatches, train
+    from training.optimizers.sharded import ShardedOptimizer
+    from training.run import shutdown
+    from training.run.fingerprints import Fingerprints
+    from training.run.garbage import collecting_together
+    from training.run.metrics import Meter
+    from training.run.observers import Observers
+    from training.run.profiler import Profiler
+
+    ranks, run, checkpoint, state = start.ranks, start.run, start.checkpoint, TrainState()
+    prediction = plan.predict_run(config, layout, ranks.device)
     lines = plan.describe(config, layout, ranks, checkpoint, prediction)
-    done = step_of(checkpoint.name) if checkpoint else 0
-    reporting = shutdown.reporting(run, config, layout, ranks, state, done, lines)
+    reporting = shutdown.reporting(run, config, layout, ranks, state, checkpoint, lines)
     with reporting as (reporter, heartbeat):
         meter = Meter(config, layout, ranks.device)
         with torch.device("meta"):
@@ -83,31 +87,30 @@ def train_run(config: Config, layout: Layout, launch: Launch, launcher: Launcher
         options = planner_options(config, ranks.device.type == "cuda")
         stages = layout.rank_stages(config.model, config.step.seq_len, ranks.pp_rank)
         parts = parallelize(model, ranks.mesh, options, zero=layout.zero, stages=stages)
-        pipeline = setup.make_pipeline(config, parts, stages, layout, ranks)
         setup.materialise(model, config, ranks, checkpoint)
         optimizer = ShardedOptimizer(model, config.optimizer)
         contents = Contents(model, optimizer, state, ranks)
         if checkpoint:
             load_checkpoint(checkpoint, contents)
-        engine = setup.make_engine(config, contents, layout, pipeline)
+        engine = setup.make_engine(config, contents, layout, parts, stages)
         recorded = run.fingerprints_jsonl, config.run.fingerprint_steps
         fingerprints = Fingerprints(model, parts, optimizer, layout, ranks, *recorded)
-        steps = step_range(config.run.profile) if config.run.profile else None
-        profiler = Profiler(steps, run.profile, ranks)
+        profiler = Profiler(config.run.profile, run.profile, ranks)
         observers = Observers(reporter, meter, heartbeat, fingerprints, profiler)
         # From here on a signal means: finish the step, save, and leave.
-        stop_requested = shutdown.stop_requests(config.run.stop_after, run, ranks, launcher)
+        asked = shutdown.stop_requests(config.run.stop_after, run, ranks, launcher)
+        batches = AgreedBatches(start.data, state.step, config, layout, ranks, asked)
         saving = Checkpointer(
             run.checkpoints,
             contents,
             config.run,
-            identity=setup.run_identity(config, data, tokenizer),
+            identity=setup.run_identity(config, start),
             started_from=checkpoint,
             report=shutdown.report_save(run, ranks, reporter),
             check_held=run.check_held,
         )
         with collecting_together(), saving as checkpointer:
-            stopped = train(engine, data, state, config, observers, checkpointer, stop_requested)
+            stopped = train(engine, batches, start.data, state, config, observers, checkpointer)
         planned = prediction.beside(optimizer.held_bytes(), reporter.rows) if reporter else []
         shutdown.finish(stopped, run, state, ranks, reporter, heartbeat, planned)
 

@@ -1,4 +1,4 @@
-"""What is printed, where nobody or nothing may take it. Torch-free."""
+"""Printing to streams that may be closed, full, or without a reader. Torch-free."""
 
 import contextlib
 import io
@@ -11,16 +11,16 @@ from common.secrets import masked
 
 
 def say(text: str, stream: TextIO) -> None:
-    """Print a line at once, or not at all where the stream takes nothing more.
+    """Print a line at once, or not at all where the stream cannot be written.
 
-    What a job prints is often redirected to the disk that is full, or to a reader that has gone.
+    The output of a job is often redirected to a disk that is full, or to a reader that has gone.
     """
     with contextlib.suppress(OSError):
         print(masked(text), file=stream, flush=True)
 
 
 class _Stdout(io.FileIO):
-    """A file that remembers the last error of writing to it, to be told from any other error."""
+    """A file that keeps its last error of writing, which can so be told from any other error."""
 
     fault: OSError | None = None
 
@@ -33,9 +33,9 @@ class _Stdout(io.FileIO):
 
 
 def _open_stdout() -> tuple[_Stdout, TextIO]:
-    """Stdout anew, as a file and as text: encoded and buffered as Python has opened it."""
+    """Stdout opened again, as a file and as text: encoded and buffered as by Python."""
     if sys.stdout is None:
-        # Closed: Python would print to nowhere, and the next file would be opened as stdout.
+        # Stdout is closed: Python would print to nowhere, and open the next file as stdout.
         file, options = _Stdout(os.open(os.devnull, os.O_RDONLY), "w"), {"encoding": "utf-8"}
     else:
         file = _Stdout(sys.stdout.fileno(), "w", closefd=False)
@@ -45,22 +45,22 @@ def _open_stdout() -> tuple[_Stdout, TextIO]:
 
 
 def run_command(main: Callable[[], int | None], program: str) -> NoReturn:
-    """Run a command and leave with its exit code, or with 1 where stdout does not take its output.
+    """Run a command and exit with its code, or with 1 where stdout cannot be written.
 
-    A reader that has gone, as ``| head``, needs no word; a full disk or a closed stdout gets one.
+    A reader that has gone, as ``| head``, gets no message; a full disk or a closed stdout does.
     """
     file, sys.stdout = _open_stdout()
     try:
         try:
             code = main()
-        except SystemExit as leaving:
-            code = leaving.code
+        except SystemExit as error:
+            code = error.code
         sys.stdout.flush()
     except OSError as error:
         if error is not file.fault:
             raise
         if not isinstance(error, BrokenPipeError):
             say(f"{program}: error: stdout cannot be written ({error.strerror})", sys.stderr)
-        # What could not be printed would make Python's own exit fail.
+        # The unwritten rest would make Python's own exit fail.
         sys.stdout, code = open(os.devnull, "w"), 1  # noqa: SIM115
     sys.exit(code)

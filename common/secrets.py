@@ -3,7 +3,7 @@
 import os
 import re
 
-# A value after one of these may be given in the open: it says where a secret is, or how long.
+# Variables of these names are no secrets: they say where a secret is, or how long.
 _HARMLESS = re.compile(
     r"_(FILE|PATH|DIR|NAME|URL|SOCK|ID|TYPE|SIZE|LEN|LENGTH|COUNT|LIMIT|HEADS|MODE)S?\d*$"
     r"|^(OLD)?PWD$|(^|_)(EOS|BOS|PAD|UNK|SEP|CLS|MASK)_TOKEN$"
@@ -13,10 +13,10 @@ _SECRET = re.compile(
     r"|(API|AUTH|ACCESS|PRIVATE|SSH)_?(KEY|TOKEN|PASS)"
     r"|(?<![A-Z])(KEY|TOKEN|AUTH|PASS|PWD|PAT|JWT|SIG|BEARER)(?![A-Z])"
 )
-# Values of variables that are shorter stand in ordinary text by chance.
+# Shorter values of variables occur in ordinary text by chance.
 _SHORTEST = 8
 
-# user:password@ of a URL, or a token alone; what looks like a port is none.
+# user:password@ of a URL, or a token alone; a number after the colon is a port, no password.
 _URL_USER = re.compile(r"(?<=://)(?:[^\s/@:]*:(?!\d+/)[^\s@]*|[^\s/@]+)@")
 _URL_PASSWORD = re.compile(r"https?://[^\s/@]+@|://[^\s/@:]*:(?!\d+/)[^\s@]+@")
 _QUERY = re.compile(r"(?<=[?&;])([\w-]+)=([^\s&;#'\"]+)")
@@ -26,7 +26,7 @@ _ASSIGNED = re.compile(rf"\b([A-Z][A-Z0-9_]*|[a-z0-9]+(?:_[a-z0-9]+)+)={_VALUE}"
 
 
 def is_secret(name: str) -> bool:
-    """Whether the value of a variable, flag or field of this name is nobody else's business."""
+    """Whether the value of a variable, flag or field of this name must not be shown."""
     words = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).replace("-", "_").upper()
     return bool(_SECRET.search(words)) and not _HARMLESS.search(words)
 
@@ -44,7 +44,7 @@ def _mask_value(match: re.Match) -> str:
 
 
 def masked(text: str) -> str:
-    """``text`` with ``***`` for each secret that it names, or that stands in the environment."""
+    """``text`` with ``***`` for each secret, known by its name or from the environment."""
     for name, value in os.environ.items():
         if len(value) >= _SHORTEST and value in text and is_secret(name):
             text = text.replace(value, "***")

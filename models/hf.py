@@ -27,8 +27,8 @@ FLOATS = ("F64", "F32", "BF16", "F16")
 COMPARE_BYTES = 1 << 26
 
 
-def _few(names: Iterable[str]) -> str:
-    """Some names as text, not all of a thousand, nor all of a long one."""
+def few(names: Iterable[str]) -> str:
+    """The first three names as text, the beginning of each that is long."""
     names = list(names)
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return ", ".join(printable(name[:100]) for name in names[:3]) + more
@@ -40,7 +40,7 @@ def _read_header(file: Path) -> tuple[dict[str, dict], int]:
     try:
         if not stat.S_ISREG(file.stat().st_mode):
             raise ValueError(f"{where} is no regular file")
-        # It bounds the header, and checks shapes, types and offsets against each other.
+        # safe_open bounds the header, and checks shapes, types and offsets against each other.
         with safe_open(file, framework="numpy"), file.open("rb") as opened:
             size = int.from_bytes(opened.read(8), "little")
             tensors = json.loads(opened.read(size))
@@ -59,7 +59,7 @@ def _read_headers(files: Iterable[Path]) -> dict[str, tuple[Path, tuple[int, ...
         header, _ = _read_header(file)
         if twice := [name for name in header if name in tensors]:
             other = printable(str(tensors[twice[0]][0]))
-            raise ValueError(f"{printable(str(file))} holds {_few(twice)}, and so does {other}")
+            raise ValueError(f"{printable(str(file))} holds {few(twice)}, and so does {other}")
         tensors |= {name: (file, tuple(t["shape"]), t["dtype"]) for name, t in header.items()}
     return tensors
 
@@ -96,7 +96,7 @@ def list_tensors(directory: Path) -> dict[str, tuple[Path, tuple[int, ...], str]
         files = [name for name in sorted(names) if name.endswith(".safetensors")]
         if not files:
             pickles = sorted(name for name in names if name.endswith(".bin"))
-            hint = f"; {_few(pickles[:1])} is a pickle, and pickles are never read"
+            hint = f"; {few(pickles[:1])} is a pickle, and pickles are never read"
             raise ValueError(
                 f"{directory} holds no safetensors file{hint if pickles else ''}: "
                 "convert the weights to safetensors"
@@ -104,16 +104,14 @@ def list_tensors(directory: Path) -> dict[str, tuple[Path, tuple[int, ...], str]
         return _read_headers(directory / file for file in ([SINGLE] if SINGLE in names else files))
     index = directory / INDEX
     weight_map = _read_index(index)
-    # Only what lies in the directory has a name in it: no path does, in whatever spelling.
+    # A path that leads out of the directory is no name in it, in whatever spelling.
     if absent := sorted(set(weight_map.values()) - names):
-        raise ValueError(
-            f"{index} names {_few(absent)}, and there is no such file in its directory"
-        )
+        raise ValueError(f"{index} names {few(absent)}, and there is no such file in its directory")
     tensors = _read_headers(directory / file for file in sorted(set(weight_map.values())))
     for name, file in weight_map.items():
         if name not in tensors or tensors[name][0].name != file:
             raise ValueError(
-                f"{index} names {_few([name])} in {_few([file])}, which does not hold it"
+                f"{index} names {few([name])} in {few([file])}, which does not hold it"
             )
     return tensors
 
@@ -143,31 +141,32 @@ def check_weights(directory: Path, config: LlamaConfig) -> list[str]:
     Raises:
         ValueError: in one line that names the tensors and files that are wrong.
     """
-    found, expected = list_tensors(directory), config.parameter_shapes
-    ignored = [name for name in found if name.endswith(OLD_BUFFERS)]
-    unknown = [name for name in found if name not in expected and name not in ignored]
-    if missing := [name for name in expected if name not in found]:
+    tensors, expected = list_tensors(directory), config.parameter_shapes
+    ignored = [name for name in tensors if name.endswith(OLD_BUFFERS)]
+    unknown = [name for name in tensors if name not in expected and name not in ignored]
+    if missing := [name for name in expected if name not in tensors]:
         tied = "; --tie-word-embeddings would use the embedding" if missing == [HEAD] else ""
-        raise ValueError(f"{directory}: {_few(missing)} missing{tied}")
+        raise ValueError(f"{directory}: {few(missing)} missing{tied}")
     if config.tie_word_embeddings and HEAD in unknown:
         unknown.remove(HEAD)
-        if not _same_bytes(_raw(found[HEAD][0], HEAD), _raw(found[EMBEDDING][0], EMBEDDING)):
+        head, embedding = (_raw(tensors[name][0], name) for name in (HEAD, EMBEDDING))
+        if not _same_bytes(head, embedding):
             raise ValueError(
                 f"{directory}: {HEAD} differs from {EMBEDDING}, and --tie-word-embeddings makes "
                 "them one: use --no-tie-word-embeddings, or remove it from the files"
             )
     if unknown:
-        raise ValueError(f"{directory}: {_few(unknown)} not known to this model")
+        raise ValueError(f"{directory}: {few(unknown)} not known to this model")
     for name, shape in expected.items():
-        _, there, dtype = found[name]
-        if there != shape:
+        _, actual, dtype = tensors[name]
+        if actual != shape:
             raise ValueError(
-                f"{directory}: {name} is {str(list(there))[:80]} there and {list(shape)} in this "
+                f"{directory}: {name} is {str(list(actual))[:80]} there and {list(shape)} in this "
                 "model: leave out the flags that change the model"
             )
         if dtype not in FLOATS:
             raise ValueError(f"{directory}: {name} is {dtype}; only {', '.join(FLOATS)} are read")
-    return [f"ignored {_few(ignored)}: computed from the config"] if ignored else []
+    return [f"ignored {few(ignored)}: computed from the config"] if ignored else []
 
 
 def load_weights(directory: Path, model: "Llama") -> None:
@@ -186,8 +185,8 @@ def load_weights(directory: Path, model: "Llama") -> None:
         for name, parameter in model.named_parameters():
             local, offset = local_part(parameter)
             if local.numel():
-                where = tuple(
+                part = tuple(
                     slice(start, start + size)
                     for start, size in zip(offset, local.shape, strict=True)
                 )
-                local.copy_(opened[files[name]].get_slice(name)[where])
+                local.copy_(opened[files[name]].get_slice(name)[part])

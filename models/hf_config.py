@@ -29,7 +29,7 @@ ASSUMED = {
     "rms_norm_eps": 1e-6,
     "tie_word_embeddings": False,
 }
-# What this model does; with another value the file describes another model.
+# What this model computes; with another value the file describes another model.
 ONLY = {
     "model_type": "llama",
     "hidden_act": "silu",
@@ -80,10 +80,9 @@ def read_hf_config(path: str | Path) -> tuple[dict, dict]:
     file = path / "config.json" if path.is_dir() else path
     try:
         raw = read_json(file)
-    except OSError as error:
-        raise ValueError(f"{file} cannot be read: {error.strerror}") from None
-    except ValueError as error:
-        raise ValueError(f"{file} cannot be read: {printable(str(error))}") from None
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else printable(str(error))
+        raise ValueError(f"{file} cannot be read: {reason}") from None
     try:
         return parse_hf_config(raw)
     except ValueError as error:
@@ -117,9 +116,9 @@ def parse_hf_config(raw: Any) -> tuple[dict, dict]:
 
 
 def _check_keys(raw: dict) -> None:
-    """Refuse what is not known, another class than this model's, and two dtypes."""
-    known = {*LlamaConfig.model_fields, *ONLY, *IGNORED, "architectures", "rope_parameters"}
-    if unknown := [f"{printable(key)[:80]} is {shown(raw[key])}" for key in raw.keys() - known]:
+    """Refuse unknown keys, another class than this model's, and two dtypes."""
+    keys = {*LlamaConfig.model_fields, *ONLY, *IGNORED, "architectures", "rope_parameters"}
+    if unknown := [f"{printable(key)[:80]} is {shown(raw[key])}" for key in raw.keys() - keys]:
         more = f", and {len(unknown) - 3} keys more" if len(unknown) > 3 else ""
         raise ValueError(
             f"{', '.join(sorted(unknown)[:3])}{more}, which this model does not know: if the "
@@ -179,7 +178,8 @@ def _read_rope_block(key: str, block: dict) -> dict:
     if kind == "llama3":
         _validate(RopeScaling, block, f"{key}.")
         return {"rope_type": kind, **block}
-    for name, value in block.items():
+    if block:
+        name, value = next(iter(block.items()))
         raise ValueError(
             f"{key}.{printable(name)[:80]} is {shown(value)}, which rope type 'default' does not "
             "know"
@@ -211,7 +211,7 @@ def hf_config(
 
     Args:
         seq_len: tokens per sequence of the training. A longer ``max_position_embeddings`` stays;
-            where none is stated, the rotary scaling tells what it stretches to.
+            where none is stated, it is the length that the rotary scaling stretches to.
         dtype: of the weights, as in "bfloat16".
     """
     scaling, longest = config.rope_scaling, config.max_position_embeddings
@@ -219,25 +219,16 @@ def hf_config(
         longest = longest or int(scaling.factor * scaling.original_max_position_embeddings)
         scaling = scaling.model_dump()
     rope = {"rope_theta": config.rope_theta, **(scaling or {"rope_type": "default"})}
+    as_they_are = (*REQUIRED, "rms_norm_eps", "tie_word_embeddings", "rope_theta")
     return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
-        "num_hidden_layers": config.num_hidden_layers,
-        "num_attention_heads": config.num_attention_heads,
+        "architectures": [ARCHITECTURES[0]],
+        **{key: ONLY[key] for key in ("model_type", "hidden_act", "attention_bias", "mlp_bias")},
+        **{key: getattr(config, key) for key in as_they_are},
         "num_key_value_heads": config.kv_heads,
         "head_dim": config.head_size,
-        "vocab_size": config.vocab_size,
         "max_position_embeddings": max(seq_len, longest or 0),
-        "rms_norm_eps": config.rms_norm_eps,
-        "tie_word_embeddings": config.tie_word_embeddings,
         "rope_parameters": rope,
-        "rope_theta": config.rope_theta,
         "rope_scaling": scaling,
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "mlp_bias": False,
         "bos_token_id": bos_token_id,
         "eos_token_id": eos_token_id,
         "pad_token_id": None,

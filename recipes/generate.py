@@ -20,15 +20,15 @@ from models.config import LlamaConfig
 from models.hf_config import hf_config
 from parallel.launch import Launch, read_launch
 from parallel.layout import Layout
-from recipes.export_hf.checks import build_transformers_model, check_checkpoint
-from recipes.export_hf.export import (
-    check_share,
-    find_checkpoint,
+from recipes.export_hf.checkpoint import (
+    check_checksums,
+    check_parameters,
     load_tensors,
     make_parser,
-    read_identity,
+    open_checkpoint,
 )
-from recipes.export_hf.tokenizer import load_run_tokenizer, read_generation
+from recipes.export_hf.checks import build_transformers_model
+from recipes.export_hf.tokenizer import load_checkpoint_tokenizer, read_generation
 from training.config.command_line import positive
 from training.start import refuse
 
@@ -46,7 +46,7 @@ def load_model(checkpoint: Path, config: LlamaConfig, described: dict, ranks: "R
     """
     from torch.distributed.fsdp import fully_shard
 
-    check_checkpoint(checkpoint, config)
+    check_parameters(checkpoint, config)
     model = build_transformers_model(config, described)
     for layer in model.model.layers:
         fully_shard(layer, mesh=ranks.mesh["dp"])
@@ -61,10 +61,10 @@ def load_model(checkpoint: Path, config: LlamaConfig, described: dict, ranks: "R
 
 
 def _of_rank_0(_, logits):
-    """Logits [1, V] of the next token, the same on all ranks.
+    """Logits [1, V] of the next token, broadcast from rank 0.
 
-    Ranks that differ in the last bit would draw other tokens, end at other lengths, and then wait
-    for each other.
+    With logits that differ in the last bit, ranks would draw other tokens, end at other lengths,
+    and then wait for each other.
     """
     import torch.distributed as dist
 
@@ -76,7 +76,7 @@ def _of_rank_0(_, logits):
 def generate(path: Path, launch: Launch, options: argparse.Namespace) -> list[int]:
     """The ids of the prompt and of its continuation, the same on all ranks.
 
-    A text starts as it does in the training, after an EOS.
+    The prompt follows an EOS, as the documents of the training do.
 
     Args:
         path: a run directory, or a checkpoint.
@@ -85,16 +85,15 @@ def generate(path: Path, launch: Launch, options: argparse.Namespace) -> list[in
     Raises:
         ConfigError: in one line.
     """
-    checkpoint = find_checkpoint(path)
-    identity, config = read_identity(checkpoint)
-    check_share(checkpoint, launch)
+    checkpoint, identity, config = open_checkpoint(path)
+    check_checksums(checkpoint, launch)
 
     import torch
     import torch.distributed as dist
 
     from parallel.mesh import init_ranks
 
-    tokenizer = load_run_tokenizer(checkpoint, identity, options.tokenizer)
+    tokenizer = load_checkpoint_tokenizer(checkpoint, identity, options.tokenizer)
     ids = [tokenizer.eos_id, *tokenizer.encode([options.prompt])[0]]
     described = hf_config(
         config,
@@ -110,7 +109,7 @@ def generate(path: Path, launch: Launch, options: argparse.Namespace) -> list[in
         inputs = torch.tensor([ids], device=ranks.device)
         sampling = {"do_sample": False}
         if options.temperature:
-            # The whole distribution: transformers would cut it to 50 tokens by itself.
+            # Draw from the whole distribution: the default of transformers is its top 50 tokens.
             sampling = {"do_sample": True, "temperature": options.temperature, "top_k": 0}
         torch.manual_seed(options.seed)
         output = model.generate(
@@ -153,14 +152,17 @@ def parse_command(argv: list[str]) -> argparse.Namespace:
     """
     parser = make_parser("generate", __doc__)
     add = parser.add_argument
-    add("--prompt", default="", metavar="TEXT",
+    add(
+        "--prompt",
+        default="",
+        metavar="TEXT",
         help="how the text starts, after the EOS that the documents of the training start after; a "
-        "special token that is spelled here is its letters (default: nothing)")  # fmt: skip
-    add("--max-new-tokens", type=positive, default=64, metavar="N",
-        help="tokens after the prompt, unless the text ends before (default: 64)")  # fmt: skip
-    add("--temperature", type=_temperature, default=0.8, metavar="T",
-        help="0 takes the likeliest token each time, 1 draws as the model says (default: 0.8)"
-        )  # fmt: skip
+        "special token that is spelled here is its letters (default: nothing)",
+    )
+    text = "tokens after the prompt, unless the text ends before (default: 64)"
+    add("--max-new-tokens", type=positive, default=64, metavar="N", help=text)
+    text = "0 takes the likeliest token each time, 1 draws as the model says (default: 0.8)"
+    add("--temperature", type=_temperature, default=0.8, metavar="T", help=text)
     add("--seed", type=_whole, default=0, help="seed of the draws (default: 0)")
     return parser.parse_args(argv)
 

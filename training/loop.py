@@ -62,6 +62,7 @@ class AgreedBatches:
 
         self._batches = prefetch(make, first_step, config.step.steps)
         self._ranks, self._stop_requested = ranks, stop_requested
+        self._run_dir = config.run_dir
         self._upcoming, self._waited = None, 0.0
         self.fetch()
 
@@ -83,12 +84,22 @@ class AgreedBatches:
         self._upcoming = moved, vector, work
 
     def take(self) -> tuple[Batch, int, str | None]:
-        """The fetched batch, the target tokens of all ranks, and why to stop before the batch."""
+        """The fetched batch, the target tokens of all ranks, and why to stop before the batch.
+
+        Raises:
+            LostRunError: if the run directory is not that of this start any more.
+        """
         batch, vector, work = self._upcoming
         work.wait()
         targets, *asked = vector.tolist()
-        why = (reason for reason, ranks in zip(REASONS, asked, strict=True) if ranks)
-        return batch, targets, next(why, None)
+        reasons = (reason for reason, ranks in zip(REASONS, asked, strict=True) if ranks)
+        if (why := next(reasons, None)) == LOST:
+            raise LostRunError(
+                f"--run-dir {self._run_dir} was moved or replaced, or its .lock was, while this "
+                "job ran: it stops, and writes nothing there; its checkpoints are where the "
+                "directory is"
+            )
+        return batch, targets, why
 
     def waited(self) -> float:
         """Seconds waited for data since the last call."""
@@ -98,42 +109,35 @@ class AgreedBatches:
 
 def train(
     engine: Engine,
+    batches: AgreedBatches,
     data: TokenData,
     state: TrainState,
     config: Config,
     observers: Observers,
     checkpointer: Checkpointer,
-    stop_requested: Callable[[], str | None],
 ) -> str | None:
     """Train from ``state`` to ``config.step.steps``, and save at the end.
 
-    Args:
-        checkpointer: saves now and then, and at the end.
-        stop_requested: why this rank is to stop, or None; all ranks stop at the same step.
-
     Returns:
-        Why the training stopped early; None if it did not.
+        Why all ranks stopped before that; None if they did not.
 
     Raises:
         NonFiniteError: at the next logged step or save, on all ranks; nothing is saved then.
         CheckpointError: if the last step cannot be saved.
         LostRunError: if the run directory is not that of this start any more; on all ranks.
     """
-    last, fingerprints = config.step.steps, observers.fingerprints
-    decay_steps = config.optimizer.lr_decay_steps or last
+    last, run, optimizer = config.step.steps, config.run, config.optimizer
     tokens = config.step.global_batch_size * config.step.seq_len
-    ranks, at, stop = engine.ranks, observers.heartbeat.at, None
-    batches = AgreedBatches(data, state.step, config, engine.layout, ranks, stop_requested)
+    at, fingerprints, stop = observers.heartbeat.at, observers.fingerprints, None
     observers.meter.restart()
     for step in range(state.step + 1, last + 1):
         observers.profiler.begin(step)
         at(step, "agreeing on the batch")
         batch, target_tokens, stop = batches.take()
         if stop:
-            _check_not_lost(stop, config)
             break
         at(step, "forward and backward")
-        lr, result = lr_at(config.optimizer, decay_steps, step), None
+        lr, result = lr_at(optimizer, optimizer.lr_decay_steps or last, step), None
         # All ranks know from the agreed count whether there is a target: no collective waits.
         if target_tokens:
             fingerprints.begin(step, batch)
@@ -144,19 +148,17 @@ def train(
         observers.meter.begin_update()
         if target_tokens:
             fingerprints.gradients()
-            clip = config.optimizer.grad_clip
-            result = update(engine, share, step=step, lr=lr, grad_clip=clip)
+            result = update(engine, share, step=step, lr=lr, grad_clip=optimizer.grad_clip)
             fingerprints.end(result.loss, result.grad_norm)
         state.count(tokens, skipped=not target_tokens)
         observers.meter.add(tokens)
-
-        if step == 1 or _due(step, config.run.log_every) or step == last:
+        if step == 1 or _due(step, run.log_every) or step == last:
             at(step, "logging")
             _log(result, lr, state, batches, engine, observers)
         if _due(step, config.data.eval_every) and data.eval.len_with_tail:
             at(step, "evaluation")
             _evaluate(step, engine, data, config, observers)
-        if _due(step, config.run.checkpoint_every) and step < last:
+        if _due(step, run.checkpoint_every) and step < last:
             at(step, "checkpoint")
             _save(engine, observers, checkpointer.save)
         garbage.collect(step)
@@ -164,15 +166,6 @@ def train(
     at(state.step, "last checkpoint")
     _save(engine, observers, checkpointer.finish)
     return stop
-
-
-def _check_not_lost(stop: str, config: Config) -> None:
-    if stop == LOST:
-        raise LostRunError(
-            f"--run-dir {config.run_dir} was moved or replaced, or its .lock was, while this "
-            "job ran: it stops, and writes nothing there; its checkpoints are where the "
-            "directory is"
-        )
 
 
 def _log(

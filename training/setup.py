@@ -8,6 +8,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -53,6 +54,21 @@ from training.step import Engine, batch_loss
 
 if TYPE_CHECKING:
     from parallel.pipeline import Pipeline
+
+
+@dataclass(frozen=True)
+class Start:
+    """What the ranks of a start have in common, once they have met.
+
+    Attributes:
+        checkpoint: from which it goes on; None: from the first step.
+    """
+
+    ranks: Ranks
+    run: RunDir
+    checkpoint: Path | None
+    data: TokenData
+    tokenizer: Tokenizer
 
 
 @contextlib.contextmanager
@@ -199,14 +215,7 @@ def open_run(config: Config, ranks: Ranks) -> tuple[RunDir, Path | None]:
     return run, None
 
 
-def begin_run(
-    config: Config,
-    layout: Layout,
-    ranks: Ranks,
-    run: RunDir,
-    checkpoint: Path | None,
-    tokenizer: Tokenizer,
-) -> None:
+def begin_run(config: Config, layout: Layout, start: Start) -> None:
     """Say in the run directory that this start runs; nothing in it has been changed before.
 
     What stands after the checkpoint is about to be done again: metrics are cut back, and later
@@ -215,6 +224,7 @@ def begin_run(
     Raises:
         ConfigError: if there is no room for that.
     """
+    ranks, run, checkpoint = start.ranks, start.run, start.checkpoint
     hosts = [""] * layout.world_size
     if ranks.rank == 0:
         # The others cannot fail before rank 0 has joined the collective below.
@@ -235,7 +245,7 @@ def begin_run(
                         aside = put_aside(path, "unused")
                         print(f"train_llm.py: {path} is now {aside.name}", file=sys.stderr)
             run.cut_metrics(done)
-            keep_tokenizer(config, tokenizer, run)
+            keep_tokenizer(config, start.tokenizer, run)
             run.write_status("running")
             run.record_start(_start_record(layout, ranks, hosts))
         except OSError as error:
@@ -291,9 +301,10 @@ def open_data(config: Config, tokenizer: Tokenizer, ranks: Ranks) -> TokenData:
     return open_tokens(Path(mine["folder"]), config.step.seq_len)
 
 
-def run_identity(config: Config, data: TokenData, tokenizer: Tokenizer) -> dict:
+def run_identity(config: Config, start: Start) -> dict:
     """What a checkpoint records of its run: what a resume compares, and its tokenizer."""
-    recorded = {"data": data.content_key, "tokenizer_fingerprint": tokenizer.fingerprint}
+    fingerprint = start.tokenizer.fingerprint
+    recorded = {"data": start.data.content_key, "tokenizer_fingerprint": fingerprint}
     return identity(config) | recorded
 
 
@@ -325,10 +336,15 @@ def materialise(model: Llama, config: Config, ranks: Ranks, checkpoint: Path | N
 
 
 def make_engine(
-    config: Config, contents: Contents, layout: Layout, pipeline: "Pipeline | None"
+    config: Config, contents: Contents, layout: Layout, parts: list[Llama], stages: list[Stage]
 ) -> Engine:
     """What a step works with; a wrapper that compresses gradients is called in place of the model,
-    and has no part in the rest."""
+    and has no part in the rest.
+
+    Args:
+        parts, stages: of this rank.
+    """
+    pipeline = make_pipeline(config, parts, stages, layout, contents.ranks)
     called = replicate(contents.model, config.memory.grad_compression)
     return Engine(called, contents.optimizer, layout, contents.ranks, pipeline)
 

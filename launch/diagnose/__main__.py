@@ -115,13 +115,13 @@ def headline(path: Path, post_mortem: PostMortem) -> list[str]:
         )
     if alive:
         lines.append(
-            f"That process lives. `kill -USR2 {pid}` there makes every rank leave its place within "
-            "about five seconds, without ending; then run this again."
+            f"That process lives. `kill -USR2 {pid}` there makes every rank write a post-mortem "
+            "within about five seconds, without ending; then run this again."
         )
     elif alive is None:
         lines.append(
-            f"If it lives, `kill -USR2 {pid}` on {host} makes every rank leave its place, without "
-            "ending. If it does not, it was killed or its node went down."
+            f"If it lives, `kill -USR2 {pid}` on {host} makes every rank write a post-mortem, "
+            "without ending. If it does not, it was killed or its node went down."
         )
     else:
         lines.append(

@@ -83,7 +83,7 @@ def run(argv: list[str]) -> int:
     except ConfigError as error:
         refuse(str(error), bare_launch(), PROGRAM)
     config, layout, launch, _ = read_config(flags, PROGRAM)
-    # torch's own lines about a wait that timed out would hide the sentence about it.
+    # torch's own lines about a wait that timed out would hide the message of the preflight.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     from launch.preflight.checks import Preflight
     from launch.preflight.meeting import EndedError, Meeting, join_store
@@ -97,7 +97,7 @@ def run(argv: list[str]) -> int:
         mib = options.preflight_mib
         Preflight(meeting, config, layout, parameters, mib, report).examine()
         if launch.rank == 0:
-            # Said before the others can leave: torchrun ends all ranks with the first that fails.
+            # Printed before other ranks can end: torchrun ends all ranks with the first that fails.
             conclude(report, time.monotonic() - started)
         faults = meeting.exchange("verdict", digest=lambda _: len(report.faults))
     except ConfigError as error:
@@ -114,7 +114,7 @@ def run(argv: list[str]) -> int:
 
 
 def main() -> None:
-    """Check the nodes and end this process, whatever still hangs in it."""
+    """Check the nodes and end this process, even if a thread of it still hangs."""
     code = run(sys.argv[1:])
     for stream in (sys.stdout, sys.stderr):
         stream.flush()

@@ -90,11 +90,11 @@ def mesh_speed(ranks: Ranks, mib: int, at: Callable[[str], None]) -> list[tuple]
 
     Args:
         mib: size S of a message, in MiB.
-        at: told before each collective, so that a hang has a name.
+        at: called before each collective with its name, for the message about a hang.
 
     Returns:
         (dim, collective, ranks of the group, bytes/s), the best of some rounds of this rank. Only
-        the first rank of a group lists it; for the others it is that one.
+        the first rank of a group lists all of its ranks; the others list that first rank.
     """
     rows = []
     for dim, n in zip(ranks.mesh.mesh_dim_names, ranks.mesh.shape, strict=True):
@@ -117,7 +117,7 @@ def mesh_speed(ranks: Ranks, mib: int, at: Callable[[str], None]) -> list[tuple]
 
 
 def ring_rounds(n: int) -> list[list[tuple[int, int]]]:
-    """Pairs of right neighbours among ``n`` nodes in a ring, in rounds in which each has one."""
+    """Pairs of neighbours in a ring of ``n`` nodes, in rounds in which a node has one partner."""
     pairs = [(i, (i + 1) % n) for i in range(n if n > 2 else n - 1)]
     last = [pairs.pop()] if n % 2 and n > 1 else []
     return [chosen for chosen in (pairs[::2], pairs[1::2], last) if chosen]

@@ -1,11 +1,11 @@
-"""The checks of a preflight in their order: each rank goes through them, and rank 0 judges."""
+"""The checks of a preflight in their order: every rank answers each of them, and rank 0 judges."""
 
 import os
 import secrets
 import shutil
 import threading
 import time
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -18,34 +18,33 @@ from parallel.layout import Layout
 from parallel.mesh import init_ranks
 from training.config.schema import Config
 
-# Of the config: rank 0 takes them from a checkpoint, which a node at fault may not see.
+# Fields that rank 0 takes from a checkpoint, which a node at fault may not see.
 FROM_CHECKPOINT = {"optimizer": {"lr_decay_steps"}, "model": {"vocab_size"}, "run": {"resume"}}
 MIB = {"cpu": 4, "cuda": 256}
 
 
+@dataclass
 class Preflight:
     """All checks of one job.
 
-    Args:
+    Attributes:
         parameters: of the model, counted on rank 0 alone.
         mib: size of a message in MiB; None for the default of the device.
+        floor: part of the median below which a speed is a fault.
+        measurable: whether the nodes can form a process group, on rank 0.
+        parts: speed of each node as a part of the median, on rank 0.
     """
 
-    def __init__(
-        self,
-        meeting: Meeting,
-        config: Config,
-        layout: Layout,
-        parameters: int,
-        mib: int | None,
-        report: Report,
-    ):
-        self.meeting, self.config, self.layout, self.report = meeting, config, layout, report
-        self.parameters, self.mib = parameters, mib
-        self.cuda = torch.cuda.is_available()
-        self.floor = 0.0
-        self.measurable = True
-        self.parts: dict[str, float] = {}  # speed of a node as a part of the median, on rank 0
+    meeting: Meeting
+    config: Config
+    layout: Layout
+    parameters: int
+    mib: int | None
+    report: Report
+    cuda: bool = field(default_factory=torch.cuda.is_available)
+    floor: float = 0.0
+    measurable: bool = True
+    parts: dict[str, float] = field(default_factory=dict)
 
     def examine(self) -> None:
         """Go through all checks.
@@ -114,7 +113,7 @@ class Preflight:
         }
 
     def check_run_dir(self) -> None:
-        """Whether all nodes see and write the same run directory, and the room in it."""
+        """Whether all nodes see and write the same run directory, and the free space in it."""
         meeting, report, run_dir = self.meeting, self.report, self.config.run_dir
         patience, token, created = meeting.timeout / 4, secrets.token_hex(8), []
         try:
@@ -144,7 +143,7 @@ class Preflight:
                 node.remove_probe(created)
 
     def check_speed(self) -> bool:
-        """How fast each rank is by itself, all at the same time; GPUs are looked at meanwhile.
+        """How fast each rank is alone, all at the same time; meanwhile NVML is asked.
 
         Returns:
             Whether the ranks can go on to measure bandwidths.
@@ -219,8 +218,8 @@ class Preflight:
 
         meeting = self.meeting
         try:
-            # A wait of the main thread must not keep this one waiting. The timeout of the groups
-            # is the longer one, so that the sentence of rank 0 comes before their traceback.
+            # A store of its own, for a wait of the main thread blocks the other. The timeout of the
+            # groups is longer than that of rank 0, whose message comes before their traceback.
             store = meeting.store.clone()
             ranks = init_ranks(meeting.launch, self.layout, 2 * meeting.timeout, store=store)
             mib = self.mib or MIB[ranks.device.type]

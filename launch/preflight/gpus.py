@@ -6,16 +6,18 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import pynvml
+
 from launch.preflight.node import Report, judge_equal, listing
 
 IDLE_MIB, IDLE_PERCENT = 1024, 10  # what a GPU that nobody uses stays below
 CLOCK_LEAST = 0.5  # of the maximum, under load; a power cap lowers it to about 0.7
-# Bits of the reasons (nvmlClocksEventReason*) that say more than "idle" and "power cap".
+# Other reasons for a clock below the maximum are normal, such as an idle GPU or a power cap.
 THROTTLED = {
-    0x08: "hardware slowdown",
-    0x20: "software thermal slowdown",
-    0x40: "hardware thermal slowdown",
-    0x80: "power brake",
+    pynvml.nvmlClocksEventReasonHwSlowdown: "hardware slowdown",
+    pynvml.nvmlClocksEventReasonSwThermalSlowdown: "software thermal slowdown",
+    pynvml.nvmlClocksEventReasonHwThermalSlowdown: "hardware thermal slowdown",
+    pynvml.nvmlClocksEventReasonHwPowerBrakeSlowdown: "power brake",
 }
 
 
@@ -24,9 +26,10 @@ class Gpu:
     """One GPU as NVML describes it; None stands for what NVML does not know of this GPU.
 
     Attributes:
-        total, used: memory in MiB. busy: percent of the last second. clock, max_clock: of the SMs,
-            in MHz. reasons: bits nvmlClocksEventReason*. ecc: uncorrected memory errors since the
-            driver was loaded. pids: of the processes that compute on the GPU.
+        total, used: memory in MiB. busy: percent of the last second.
+        clock, max_clock: of the SMs, in MHz. reasons: bits nvmlClocksEventReason* for the clock.
+        ecc: uncorrected memory errors since the driver was loaded.
+        pids: of the processes that compute on the GPU.
     """
 
     index: int
@@ -44,8 +47,6 @@ class Gpu:
 
 def read_gpus() -> list[Gpu]:
     """The visible GPUs of this node; none where NVML does not answer, as on a node of AMD GPUs."""
-    import pynvml
-
     try:
         pynvml.nvmlInit()
         driver = pynvml.nvmlSystemGetDriverVersion()
@@ -55,8 +56,6 @@ def read_gpus() -> list[Gpu]:
 
 
 def _visible_handles() -> list[Any]:
-    import pynvml
-
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     names = visible.split(",") if visible else map(str, range(pynvml.nvmlDeviceGetCount()))
     return [
@@ -68,8 +67,6 @@ def _visible_handles() -> list[Any]:
 
 
 def _read_gpu(handle: Any, driver: str) -> Gpu:
-    import pynvml
-
     def ask(question: Callable, *arguments: int) -> Any:
         try:
             return question(handle, *arguments)
@@ -102,8 +99,7 @@ def judge_gpus(report: Report, answers: dict[str, dict]) -> bool:
     """Judge idle GPUs.
 
     Args:
-        answers: by node, its ``gpus``, how many torch sees (``seen``), and how many ``ranks`` it
-            has.
+        answers: by node, its ``gpus``, the number that torch sees (``seen``), and of its ``ranks``.
 
     Returns:
         Whether all ranks have the same kind of device.

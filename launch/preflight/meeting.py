@@ -1,4 +1,4 @@
-"""How the ranks of a preflight talk: through the store alone, before there is a process group."""
+"""How the ranks of a preflight communicate: through the store, before there is a process group."""
 
 import contextlib
 import datetime
@@ -14,7 +14,7 @@ from launch.preflight.node import listing, rank_list
 from parallel.launch import Launch
 from parallel.rendezvous import MeetingError, meet
 
-LEAVE_S = 5.0  # for the others to read the last word, where the store is in rank 0
+LEAVE_S = 5.0  # for the others to read the verdict, where the store is in rank 0
 RANKS_LISTED = 8
 
 
@@ -61,14 +61,14 @@ class Meeting:
 
     @property
     def name(self) -> str | None:
-        """Name of the node that this rank speaks for; None if another rank does."""
+        """Name of the node that this rank answers for; None if another rank does."""
         return next((name for name, rank in self.leaders.items() if rank == self.launch.rank), None)
 
     def find_nodes(self, cores: int) -> dict[str, list[int]]:
-        """Tell which rank is where.
+        """Find out which rank is on which node.
 
         Args:
-            cores: those that this process may use, a bit each.
+            cores: a bit for each core that this process may use.
 
         Returns:
             On rank 0, the ``cores`` of the ranks of each node.
@@ -98,10 +98,10 @@ class Meeting:
         digest: Callable[[dict[int, Any]], Any] = lambda answers: None,
         leaders: bool = False,
     ) -> Any:
-        """Give ``answer`` (JSON) to rank 0, and take what ``digest`` makes of all answers there.
+        """Send ``answer`` (JSON) to rank 0, and return what ``digest`` computes there from all.
 
         Args:
-            what: the check, named if somebody does not answer it in time.
+            what: name of the check, for the message about a rank that does not answer in time.
             leaders: ask one rank of each node; the others wait, and get None.
 
         Raises:
@@ -114,15 +114,15 @@ class Meeting:
                 store.set(f"{what}/{rank}", json.dumps(answer))
             if rank == 0:
                 try:
-                    told = digest(self._collect(what, asked))
+                    result = digest(self._collect(what, asked))
                 except BaseException:
                     store.set(f"{what}/end", "ended")
                     raise
-                # What is told may be long, so it goes to those alone who need it.
-                store.set(f"{what}/told", json.dumps(told))
+                # The result may be long, so only the ranks that need it read it.
+                store.set(f"{what}/told", json.dumps(result))
                 store.set(f"{what}/end", "told")
-                return told
-            # Rank 0 hears of a silent rank after the timeout, and may judge for as long.
+                return result
+            # Rank 0 waits for a silent rank until the timeout, and may judge for as long.
             self._wait([f"{what}/end"], 3 * self.timeout)
             if store.get(f"{what}/end") == b"ended":
                 raise EndedError("")
@@ -135,7 +135,7 @@ class Meeting:
             ) from None
 
     def leave(self) -> None:
-        """Let all ranks read the last word before rank 0, which may hold the store, is gone."""
+        """Let all ranks read the verdict before rank 0 ends, which may host the store."""
         with contextlib.suppress(RuntimeError):
             self.store.set(f"left/{self.launch.rank}", "")
             if self.launch.rank == 0:

@@ -29,7 +29,7 @@ class _Answer(socketserver.BaseRequestHandler):
 
 
 class Listener(socketserver.ThreadingTCPServer):
-    """A fresh port that tells who listens there, and what time it is."""
+    """A free port that tells who listens there, and the time of this node."""
 
     daemon_threads = True
     request_queue_size = 1024
@@ -131,7 +131,7 @@ def visit_all(me: str, nodes: dict[str, dict], timeout: float) -> dict:
 
 
 def judge_names(report: Report, nodes: dict[str, dict], faults: dict[str, dict[str, str]]) -> bool:
-    """Say who reaches whom, one sentence for each node or link that is at fault.
+    """Say which nodes reach which, one sentence for each node or link at fault.
 
     Args:
         nodes: :meth:`Listener.describe` by node. faults: those of :func:`visit_all` by node.
@@ -181,8 +181,8 @@ def judge_names(report: Report, nodes: dict[str, dict], faults: dict[str, dict[s
 def judge_clocks(report: Report, clocks: dict[str, tuple[float, float] | None]) -> None:
     """Name nodes whose clock is off, from :func:`visit_all` by node.
 
-    Half of the round trips is granted as error. A clock that could not be asked is left out: that
-    node cannot be reached, which is a fault of its own.
+    Half of the round trips is allowed as error. A node whose clock could not be asked is skipped:
+    it cannot be reached, which is a fault of its own.
     """
     clocks = {node: clock for node, clock in clocks.items() if clock}
     middle, doubt = statistics.median_low((-offset, trip) for offset, trip in clocks.values())

@@ -13,7 +13,9 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import reduce
 from importlib.metadata import PackageNotFoundError, version
+from operator import or_
 from pathlib import Path
 
 from common.files import REPO
@@ -197,20 +199,13 @@ def judge_limits(
 
 
 def judge_cores(report: Report, masks: dict[str, list[int]], gpus: bool) -> None:
-    """Compare the cores that the ranks of a node may use, a bit each, with their number."""
-    few = []
-    for node, ranks in masks.items():
-        union = 0
-        for mask in ranks:
-            union |= mask
-        cores = union.bit_count()
-        if cores < len(ranks):
-            few.append((node, cores, len(ranks)))
+    """Compare the cores that the ranks of a node may use, a bit each, with the number of ranks."""
+    cores = {node: reduce(or_, ranks).bit_count() for node, ranks in masks.items()}
+    few = [node for node, ranks in masks.items() if cores[node] < len(ranks)]
     if few:
-        node, cores, ranks = few[0]
         (report.fault if gpus else report.warn)(
-            f"{ranks} ranks share {count(cores, 'CPU core')} on {listing([n for n, *_ in few])}: "
-            "ask for more (--cpus-per-task of Slurm)"
+            f"{len(masks[few[0]])} ranks share {count(cores[few[0]], 'CPU core')} on "
+            f"{listing(few)}: ask for more (--cpus-per-task of Slurm)"
         )
 
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from pydantic import Field
 
 from common.errors import ConfigError
+from common.files import REPO
 from common.output import run_command
 from common.secrets import has_credentials, is_secret, masked
 from launch.preflight.__main__ import parse_command as preflight_command
@@ -30,7 +31,6 @@ from training.config.values import CleanPath
 from training.start import check_ahead
 
 HERE = Path(__file__).parent
-REPO = HERE.parent.parent
 SITE = HERE / "site.toml"
 EXPORT = (
     "the script is a file that others may read. Export it where you submit (sbatch passes the "
@@ -50,7 +50,7 @@ HELP = {
     "--interactive": "write the script and open a shell in an allocation (salloc), from which it "
     "can be started again and again",
 }
-# An allocation for a person's shell has no output file and nothing to requeue.
+# An allocation with a shell for a person has no output file and nothing to requeue.
 BATCH_ONLY = ("output", "open-mode", "requeue", "signal")
 
 
@@ -145,7 +145,7 @@ def own_flags(options: argparse.Namespace, flags: list[str]) -> list[str]:
 
 
 def check_run(options: argparse.Namespace, train_flags: list[str]) -> Config:
-    """Check the run, or that of each layout, as train_llm.py on the nodes would.
+    """Check the run, or the run of each layout, as train_llm.py on the nodes would.
 
     Raises:
         ConfigError: in one line. SystemExit: with 0, for --help.
@@ -242,12 +242,6 @@ def container(site: Site) -> list[str]:
     return [f'--container-{key}="{value}"' for key, value in options.items()]
 
 
-def _put(script: str, line: str, text: str) -> str:
-    before, separator, after = script.partition(f"\n{line}\n")
-    assert separator, f"the template has no line {line!r}"
-    return f"{before}\n{text}\n{after}" if text else f"{before}\n{after}"
-
-
 def render(
     options: argparse.Namespace, train_flags: list[str], site: Site, run_dir: Path, argv: list[str]
 ) -> tuple[str, dict[str, str]]:
@@ -267,30 +261,36 @@ def render(
     head = ["#!/bin/bash", f"# Written by: {command}"]
     head += [f"#SBATCH {word}" for word in as_words(sbatch)]
     script = "\n".join([*head, *body[start:]]) + "\n"
-    script = _put(script, "# site: modules, environment", "\n".join(environment(options, site)))
-    script = _put(script, "srun_options=()", f"srun_options=({' '.join(container(site))})")
     shared = (HERE / "run.sh").read_text("utf-8").rstrip()
     if options.preflight:
         before, program, after = shared.partition('train_llm.py "${flags[@]}"')
         assert program, "run.sh starts no training"
         shared = f'{before}-m launch.preflight "${{flags[@]}}"{after}'
-    script = _put(script, "source launch/slurm/run.sh", "\n" + shared)
     flags, folder = shlex.join(train_flags), shlex.quote(str(run_dir))
-    if not options.layouts:
-        script = _put(script, 'flags=("$@")', f"flags=({flags})")
-        return _put(script, "run_dir=runs/$SLURM_JOB_NAME", f"run_dir={folder}"), sbatch
-    names = shlex.join(options.layouts)
-    each = " ".join(f'"{shlex.join(layout_flags(name))}"' for name in options.layouts)
-    script = _put(script, "layouts=(1x8 2x4 4x2 8x1)", f"layouts=({names})")
-    script = _put(
-        script, 'layout_flags=("--tp 8" "--tp 4" "--tp 2" "--tp 1")', f"layout_flags=({each})"
-    )
-    script = _put(
-        script,
-        'flags=(--log-every 1 "$@" "${layout[@]}")',
-        f'flags=(--log-every 1 {flags} "${{layout[@]}}")',
-    )
-    return _put(script, "out=runs/$SLURM_JOB_NAME", f"out={folder}"), sbatch
+    texts = {
+        "# site: modules, environment": "\n".join(environment(options, site)),
+        "srun_options=()": f"srun_options=({' '.join(container(site))})",
+        "source launch/slurm/run.sh": f"\n{shared}",
+    }
+    if options.layouts:
+        each = " ".join(f'"{shlex.join(layout_flags(name))}"' for name in options.layouts)
+        texts |= {
+            "layouts=(1x8 2x4 4x2 8x1)": f"layouts=({shlex.join(options.layouts)})",
+            'layout_flags=("--tp 8" "--tp 4" "--tp 2" "--tp 1")': f"layout_flags=({each})",
+            'flags=(--log-every 1 "$@" "${layout[@]}")': f"flags=(--log-every 1 {flags} "
+            '"${layout[@]}")',
+            "out=runs/$SLURM_JOB_NAME": f"out={folder}",
+        }
+    else:
+        texts |= {
+            'flags=("$@")': f"flags=({flags})",
+            "run_dir=runs/$SLURM_JOB_NAME": f"run_dir={folder}",
+        }
+    for line, text in texts.items():
+        before, separator, after = script.partition(f"\n{line}\n")
+        assert separator, f"the template has no line {line!r}"
+        script = f"{before}\n{text}\n{after}"
+    return script, sbatch
 
 
 def main(argv: list[str]) -> int:

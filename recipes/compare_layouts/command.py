@@ -13,8 +13,7 @@ from common.text import printable
 from recipes.compare_layouts.comparison import build_comparison
 from recipes.compare_layouts.differences import differing_flags, named, statement
 from recipes.compare_layouts.judge import Verdict, judge
-from recipes.compare_layouts.options import REFERENCE, parse_command
-from recipes.compare_layouts.plan import make_folder, plan_runs, record_flags
+from recipes.compare_layouts.plan import make_folder, parse_command, plan_runs, record_flags
 from recipes.compare_layouts.plots import draw
 from recipes.compare_layouts.report import log_to_wandb, print_table, verdict_line
 from recipes.compare_layouts.results import read_run, read_runs
@@ -36,7 +35,7 @@ def collect(options: argparse.Namespace) -> int:
     runs = read_runs(options.collect, options.out)
     options.out = options.out or Path("runs/compare-collected")
     make_folder(options.out)
-    alone = [run for run in runs if run.layout.name == REFERENCE and not options.no_reference]
+    alone = [run for run in runs if run.layout.world_size == 1 and not options.no_reference]
     comparison = build_comparison(runs, (alone or runs)[0], [])
     if options.verdict and comparison["reference"] is None:
         raise ConfigError(f"--verdict compares runs of one training: {statement(comparison)}")

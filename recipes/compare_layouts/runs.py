@@ -1,4 +1,4 @@
-"""Train the planned runs one after another, each in processes of its own."""
+"""Train the runs of a comparison one after another, each in processes of its own."""
 
 import contextlib
 import json
@@ -7,13 +7,13 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from common.files import REPO
 from common.text import printable
-from recipes.compare_layouts.progress import Progress
 from recipes.compare_layouts.results import steps_done
 from training.config.schema import Config
 from training.run.directory import RunDir
@@ -28,6 +28,7 @@ LOG_TAIL = 20  # lines of a failed run's log that are shown
 # would leave them behind.
 GRACE_S = 60.0
 POLL_S = 0.3
+SAY_EVERY_S = 30.0  # between two lines about the same run, where there is no terminal
 
 
 class RunFailedError(Exception):
@@ -70,6 +71,63 @@ def last_row(run_dir: Path) -> dict | None:
             return json.loads(f.read().split(b"\n")[-2])
     except (OSError, ValueError, IndexError):
         return None
+
+
+def _loss(row: dict | None) -> str:
+    return "none" if row is None or row["loss"] is None else f"{row['loss']:.4f}"
+
+
+class Progress:
+    """Progress over runs and steps: a bar on a terminal, else plain lines."""
+
+    def __init__(self, runs: int):
+        self._runs, self._done, self._bar = runs, 0, None
+        if not sys.stdout.isatty() or os.environ.get("TERM") in (None, "dumb"):
+            return
+        from rich import progress as rich
+
+        columns = rich.BarColumn(20), rich.MofNCompleteColumn(), rich.TimeElapsedColumn()
+        text = rich.TextColumn("{task.description}")
+        self._bar = rich.Progress(text, *columns, transient=True)
+        self._runs_task = self._bar.add_task("runs", total=runs)
+        self._steps_task = self._bar.add_task("steps", total=1)
+        self._bar.start()
+
+    def say(self, text: str) -> None:
+        """One line, above the bar where there is one."""
+        if self._bar:
+            self._bar.console.print(text, markup=False, highlight=False, soft_wrap=True)
+        else:
+            print(text, flush=True)
+
+    def begin(self, name: str, steps: int, log: Path) -> None:
+        """A run of ``steps`` optimizer steps starts."""
+        self._name, self._steps = name, steps
+        self._started = self._said = time.monotonic()
+        self.say(f"{name}: run {self._done + 1} of {self._runs}, log {log}")
+
+    def step(self, row: dict | None) -> None:
+        """The newest row of metrics of the run, if it has one."""
+        step, steps = row["step"] if row else 0, self._steps
+        if self._bar:
+            text = f"{self._name} steps"
+            self._bar.update(self._steps_task, description=text, completed=step, total=steps)
+        elif row and time.monotonic() - self._said > SAY_EVERY_S:
+            self._said = time.monotonic()
+            self.say(f"{self._name}: step {step}/{steps}  loss {_loss(row)}")
+
+    def end(self, row: dict | None) -> None:
+        """The run has finished, with this last row."""
+        self._done += 1
+        seconds = time.monotonic() - self._started
+        self.say(f"{self._name}: {self._steps} steps in {seconds:.0f} s, loss {_loss(row)}")
+        if self._bar:
+            self._bar.update(self._runs_task, completed=self._done)
+
+    def close(self) -> None:
+        """Leave the terminal in order."""
+        if self._bar:
+            self._bar.stop()
 
 
 def train_runs(runs: list[PlannedRun], out: Path) -> None:
@@ -125,9 +183,15 @@ def _train(run: PlannedRun, group: str, progress: Progress) -> None:
     if not run.is_finished():
         status = RunDir(run.run_dir).read_status()
         # The status of an earlier start stays where this one was refused.
-        status = None if status == status_before else status
+        status = {} if status in (None, status_before) else status
         printed = run.log.read_bytes()[log_start:].decode("utf-8", errors="replace")
-        raise RunFailedError(_failure(run, child.returncode, status, printed.splitlines()))
+        cause, tail = explain_failure(status, printed.splitlines())
+        raise RunFailedError(
+            (f"{run.name} {cause}\n" if cause else "")
+            + f"{run.name} ended with exit code {child.returncode}, status "
+            f"{status.get('state', 'never begun')}; the end of {run.log}:\n"
+            + "\n".join(f"  {line}" for line in tail)
+        )
     progress.end(last_row(run.run_dir))
 
 
@@ -159,15 +223,6 @@ def _on_signal(number: int, handler) -> Iterator[None]:
         yield
     finally:
         signal.signal(number, before)
-
-
-def _failure(run: PlannedRun, code: int, status: dict | None, printed: list[str]) -> str:
-    """The message of a run that failed; the arguments are those of this start."""
-    cause, tail = explain_failure(status, printed)
-    state = (status or {}).get("state", "never begun")
-    lines = [f"{run.name} {cause}"] if cause else []
-    lines.append(f"{run.name} ended with exit code {code}, status {state}; the end of {run.log}:")
-    return "\n".join([*lines, *(f"  {line}" for line in tail)])
 
 
 def explain_failure(status: dict | None, printed: list[str]) -> tuple[str | None, list[str]]:

@@ -12,117 +12,61 @@ a full disk, removes what it has written. Exit codes: 0 written, 1 the disk fail
 
 import argparse
 import errno
-import hashlib
 import json
 import os
+import re
 import sys
 import time
-import warnings
 from pathlib import Path
 
 from common.errors import ConfigError
 from common.files import sync, write_atomic
+from common.text import printable
 from models.config import LlamaConfig
 from models.hf import INDEX
 from models.hf_config import hf_config
 from parallel.launch import Launch, read_launch
-from recipes.export_hf.checks import (
+from recipes.export_hf.checkpoint import (
+    check_checksums,
+    check_parameters,
+    load_tensors,
+    make_parser,
+    open_checkpoint,
+)
+from recipes.export_hf.checks import DTYPES, build_transformers_model, check_config, check_written
+from recipes.export_hf.folder import (
     LOCK,
-    build_transformers_model,
-    check_checkpoint,
-    check_config,
     check_out,
     check_present,
-    check_written,
-    hold,
     is_taken,
-    parse_size,
+    locked,
+    partial_folder,
     removed_on_failure,
     resolve_out,
 )
-from recipes.export_hf.tokenizer import load_run_tokenizer, read_generation, write_tokenizer
-from training.checkpoint.folder import DamageError, checkpoints_in, read_checkpoint_state
-from training.config.command_line import Parser
+from recipes.export_hf.tokenizer import load_checkpoint_tokenizer, read_generation, write_tokenizer
 from training.data.sources import one_line
 from training.data.tokenizer import GENERATION
-from training.run.directory import RunDir
 from training.start import refuse
 
-DTYPES = ("bfloat16", "float16", "float32", "float64")
+UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 POLL_S = 0.2
 
 
-def make_parser(name: str, description: str) -> Parser:
-    """The parser of a command of recipes/ about a run or a checkpoint."""
-    parser = Parser(prog=f"python -m recipes.{name}", description=description)
-    parser.add_argument(
-        "path",
-        type=Path,
-        metavar="RUN_OR_CHECKPOINT",
-        help="a run directory (its newest checkpoint is taken), or a checkpoint",
-    )
-    parser.add_argument(
-        "--tokenizer",
-        metavar="DIR",
-        help="the tokenizer of the run, if it is not where it was (default: the copy that the run "
-        "keeps)",
-    )
-    return parser
-
-
-def find_checkpoint(path: Path) -> Path:
-    """The newest complete checkpoint of a run directory, or the checkpoint that ``path`` is.
-
-    A damaged one is passed over, and said.
+def parse_size(text: str) -> int:
+    """The bytes in a size such as 500MB.
 
     Raises:
-        ConfigError: if there is none.
+        ConfigError: if it is no size, or below one byte.
     """
-    if os.path.lexists(path / "state.json"):
-        return path
-    if not os.path.isdir(path):
-        raise ConfigError(f"{path} is no directory: name a run directory or a checkpoint in it")
-    for checkpoint in reversed(checkpoints_in(RunDir(path).checkpoints)):
-        try:
-            read_checkpoint_state(checkpoint)
-            return checkpoint
-        except DamageError as error:
-            print(f"warning: {checkpoint} is damaged ({error}) and passed over", file=sys.stderr)
-    raise ConfigError(f"{path} holds no complete checkpoint: name a run directory that has saved")
-
-
-def read_identity(checkpoint: Path) -> tuple[dict, LlamaConfig]:
-    """What the checkpoint's ``state.json`` says of its run, and the model in it.
-
-    Raises:
-        ConfigError: if it cannot be read.
-    """
-    try:
-        state = read_checkpoint_state(checkpoint)
-        identity = state["identity"]
-        fields = {key: identity[key] for key in LlamaConfig.model_fields if key in identity}
-        needed = {key: identity[key] for key in ("seq_len", "dtype", "tokenizer", "vocab_size")}
-        needed["tokenizer_fingerprint"] = identity.get("tokenizer_fingerprint")
-        return needed | {"step": state["step"]}, LlamaConfig(**fields)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    match = re.fullmatch(r"([0-9]{1,9}(?:\.[0-9]{1,9})?) ?([KMGT]B)", text.strip().upper())
+    size = int(float(match[1]) * UNITS[match[2]]) if match else 0
+    if not size:
         raise ConfigError(
-            f"{checkpoint / 'state.json'} cannot be read ({type(error).__name__}: "
-            f"{one_line(error)}): name another checkpoint"
-        ) from None
-
-
-def check_share(checkpoint: Path, launch: Launch) -> None:
-    """Compare this process's share of the files of a checkpoint with their checksums.
-
-    Raises:
-        ConfigError: if one is not what was written.
-    """
-    from training.checkpoint import dcp_files as checkpoint_files
-
-    try:
-        checkpoint_files.check_share(checkpoint, launch.rank, launch.world_size)
-    except DamageError as error:
-        raise ConfigError(f"{checkpoint} is damaged ({error}): name another checkpoint") from None
+            f"--max-shard-size {printable(text)} is no size above 0: write it as in 500MB, with "
+            f"{', '.join(UNITS)}"
+        )
+    return size
 
 
 def plan_files(config: LlamaConfig, dtype: str, max_shard_size: int):
@@ -130,65 +74,36 @@ def plan_files(config: LlamaConfig, dtype: str, max_shard_size: int):
     import torch
     from huggingface_hub import split_torch_state_dict_into_shards
 
-    with torch.device("meta"):
-        kind = getattr(torch, dtype)
-        tensors = {n: torch.empty(s, dtype=kind) for n, s in config.parameter_shapes.items()}
+    options = {"dtype": getattr(torch, dtype), "device": "meta"}
+    tensors = {name: torch.empty(s, **options) for name, s in config.parameter_shapes.items()}
     return split_torch_state_dict_into_shards(tensors, max_shard_size=max_shard_size)
 
 
-def load_tensors(checkpoint: Path, tensors: dict, **options) -> None:
-    """Fill tensors or DTensors, by parameter name, from a checkpoint; cast to their dtype.
-
-    Args:
-        options: of ``dcp.load``.
-
-    Raises:
-        ConfigError: if it cannot be read.
-    """
-    import torch.distributed.checkpoint as dcp
-    from torch.distributed.checkpoint.api import CheckpointException
-
-    from training.checkpoint.dcp_files import CheckpointReader
-
-    try:
-        (checkpoint / ".metadata").stat()  # DCP would log a traceback where it is gone
-        reader = CheckpointReader(checkpoint)
-        with warnings.catch_warnings():
-            # That no_dist is meant.
-            warnings.filterwarnings("ignore", "torch.distributed is disabled")
-            dcp.load({"model": tensors}, storage_reader=reader, **options)
-    except (OSError, DamageError, CheckpointException) as error:
-        if isinstance(error, CheckpointException) and error.failures:
-            error = next(iter(error.failures.values()))[0]
-        raise ConfigError(
-            f"{checkpoint} cannot be read ({type(error).__name__}: {one_line(error)}): "
-            "name another checkpoint"
-        ) from None
-
-
-def write_shard(checkpoint: Path, names: list[str], config: LlamaConfig, dtype: str, to: Path):
+def write_shard(
+    checkpoint: Path, names: list[str], config: LlamaConfig, dtype: str, file: Path
+) -> None:
     """Read some tensors of a checkpoint, whole, and write them into one safetensors file."""
     import torch
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
-    shapes, kind = config.parameter_shapes, getattr(torch, dtype)
-    tensors = {name: torch.empty(shapes[name], dtype=kind) for name in names}
+    shapes = config.parameter_shapes
+    tensors = {name: torch.empty(shapes[name], dtype=getattr(torch, dtype)) for name in names}
     load_tensors(checkpoint, tensors, no_dist=True)
     if not_finite := [name for name, tensor in tensors.items() if not tensor.isfinite().all()]:
         raise ConfigError(
             f"{not_finite[0]} holds values that are not finite as {dtype}: use another --dtype, or "
             "another checkpoint"
         )
-    temporary = to.with_name(f".{to.name}.{os.getpid()}.tmp")
+    temporary = file.with_name(f".{file.name}.{os.getpid()}.tmp")
     try:
         try:
             save_file(tensors, temporary, metadata={"format": "pt"})
-        except SafetensorError as error:  # what the disk said, as text
-            raise OSError(errno.EIO, one_line(error), str(to)) from None
-        temporary.chmod(0o644)  # safetensors lets nobody else read it
+        except SafetensorError as error:  # the error of the disk, as text
+            raise OSError(errno.EIO, one_line(error), str(file)) from None
+        temporary.chmod(0o644)  # safetensors makes it readable for its owner alone
         sync(temporary)
-        os.replace(temporary, to)
+        os.replace(temporary, file)
     finally:
         temporary.unlink(missing_ok=True)
 
@@ -206,31 +121,10 @@ def write_small_files(folder: Path, described: dict, generation: dict, plan) -> 
         write_atomic(folder / name, json.dumps(content, indent=2) + "\n")
 
 
-def partial_folder(checkpoint: Path, out: Path, dtype: str, shard_size: int) -> Path:
-    """The hidden folder next to ``out`` that becomes ``out`` when everything is in it.
-
-    Its name holds a hash of what is exported and how. All processes find it without a word to each
-    other, and what a killed export has left in it is of this export and need not be written again.
-
-    Raises:
-        ConfigError: if the checkpoint is not there, as when its run has just removed it.
-    """
-    try:
-        metadata = (checkpoint / ".metadata").stat()
-        state = (checkpoint / "state.json").read_text(encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(
-            f"{checkpoint} cannot be read ({error.strerror}): name another checkpoint"
-        ) from None
-    key = [state, metadata.st_mtime_ns, metadata.st_size, dtype, shard_size]
-    name = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:12]
-    return out.with_name(f".{out.name}.partial-{name}")
-
-
-def write_share(
+def write_files(
     checkpoint: Path, files: dict[str, list[str]], config: LlamaConfig, dtype: str, partial: Path
 ) -> None:
-    """Write the files of one process; those that a killed export has left whole are kept."""
+    """Write the files of this process that a killed export has not completed."""
     try:
         for file, names in files.items():
             if not (partial / file).exists():
@@ -242,11 +136,11 @@ def write_share(
 
 def complete(partial: Path, out: Path, config: LlamaConfig, dtype: str, plan) -> None:
     """Wait for the files of all processes, check them, and give the folder its name."""
-    # A file has its name only when it is whole. If its writer fails, torchrun ends this process.
+    # A file gets its name when it is whole. If its writer fails, torchrun ends this process.
     while not all((partial / file).exists() for file in plan.filename_to_tensors):
         check_present(partial)
         time.sleep(POLL_S)
-    for temporary in partial.glob(".*.tmp"):  # of killed exports
+    for temporary in partial.glob(".*.tmp"):  # left by killed exports
         temporary.unlink()
     check_written(partial, config, dtype, plan.tensor_to_filename)
     sync(partial)
@@ -261,7 +155,7 @@ def complete(partial: Path, out: Path, config: LlamaConfig, dtype: str, plan) ->
 
 
 def wait_for(partial: Path, out: Path) -> bool:
-    """Wait until rank 0 has checked everything; False if it has already completed ``out``."""
+    """Wait until rank 0 has made ``partial``; False if rank 0 has already completed ``out``."""
     while not partial.is_dir():
         if is_taken(out):
             return False
@@ -278,7 +172,7 @@ def export(
     max_shard_size: str = "5GB",
     tokenizer_name: str | None = None,
 ) -> None:
-    """Write this process's share of the files; rank 0 waits for all of them and completes ``out``.
+    """Write the files of this process; rank 0 waits for all of them and completes ``out``.
 
     Args:
         path: a run directory, or a checkpoint.
@@ -294,29 +188,28 @@ def export(
         if launch.rank == 0:
             raise ConfigError(f"OUT_DIR {out} exists and is not empty: name another one")
         return  # rank 0 refuses it, or has already completed it
-    checkpoint = find_checkpoint(path)
-    identity, config = read_identity(checkpoint)
+    checkpoint, identity, config = open_checkpoint(path)
     dtype = dtype or ("float64" if identity["dtype"] == "float64" else "float32")
     partial = partial_folder(checkpoint, out, dtype, shard_size)
     if launch.rank == 0:
         check_out(out, partial, checkpoint)
-    check_share(checkpoint, launch)
+    check_checksums(checkpoint, launch)
     plan = plan_files(config, dtype, shard_size)
-    mine = list(plan.filename_to_tensors.items())[launch.rank :: launch.world_size]
+    files = dict(list(plan.filename_to_tensors.items())[launch.rank :: launch.world_size])
     if launch.rank != 0:
-        if mine and wait_for(partial, out):
+        if files and wait_for(partial, out):
             with removed_on_failure(partial):
-                write_share(checkpoint, dict(mine), config, dtype, partial)
+                write_files(checkpoint, files, config, dtype, partial)
         return
-    tokenizer = load_run_tokenizer(checkpoint, identity, tokenizer_name)
+    tokenizer = load_checkpoint_tokenizer(checkpoint, identity, tokenizer_name)
     generation = read_generation(checkpoint, tokenizer)
     ends = {key: generation[key] for key in ("bos_token_id", "eos_token_id")}
     described = hf_config(config, seq_len=identity["seq_len"], dtype=dtype, **ends)
     check_config(config, described)
-    check_checkpoint(checkpoint, config)
+    check_parameters(checkpoint, config)
     build_transformers_model(config, described)
-    with hold(partial, out), removed_on_failure(partial):
-        write_share(checkpoint, dict(mine), config, dtype, partial)
+    with locked(partial, out), removed_on_failure(partial):
+        write_files(checkpoint, files, config, dtype, partial)
         write_small_files(partial, described, generation, plan)
         write_tokenizer(tokenizer, partial)
         complete(partial, out, config, dtype, plan)
@@ -332,12 +225,19 @@ def parse_command(argv: list[str]) -> argparse.Namespace:
     parser = make_parser("export_hf", __doc__)
     add = parser.add_argument
     add("out", type=Path, metavar="OUT_DIR", help="a directory that is new or empty")
-    add("--dtype", choices=DTYPES,
+    add(
+        "--dtype",
+        choices=tuple(DTYPES),
         help="of the written weights (default: that of the checkpoint, float32, or float64 for a "
-        "float64 run)")  # fmt: skip
-    add("--max-shard-size", default="5GB", metavar="SIZE",
+        "float64 run)",
+    )
+    add(
+        "--max-shard-size",
+        default="5GB",
+        metavar="SIZE",
         help="largest safetensors file, as in 500MB; one larger tensor has a file of its own "
-        "(default: 5GB)")  # fmt: skip
+        "(default: 5GB)",
+    )
     return parser.parse_args(argv)
 
 
@@ -358,7 +258,7 @@ def main(argv: list[str] | None = None) -> int:
     except ConfigError as error:
         refuse(str(error), launch, "export_hf")
     except OSError as error:
-        what = f"{error.filename}: {error.strerror}" if error.filename else error
-        print(f"export_hf: error: OUT_DIR {options.out} is not written ({what})", file=sys.stderr)
+        reason = f"{error.filename}: {error.strerror}" if error.filename else error
+        print(f"export_hf: error: OUT_DIR {options.out} is not written ({reason})", file=sys.stderr)
         return 1
     return 0

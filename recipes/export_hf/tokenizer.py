@@ -1,4 +1,4 @@
-"""The tokenizer of a trained run, for what is made of it."""
+"""The tokenizer of a checkpoint, for an export and for generation."""
 
 import json
 import os
@@ -16,23 +16,30 @@ from training.data.tokenizer import (
     Tokenizer,
     load_tokenizer,
 )
+from training.run.directory import RunDir
 
 # Keys of tokenizer_config.json by which transformers changes what the file says, or runs code.
-REBUILT = (
-    "add_bos_token", "add_eos_token", "add_prefix_space", "added_tokens_decoder", "auto_map",
-    "additional_special_tokens", "extra_special_tokens",
-)  # fmt: skip
+REBUILT = ("add_bos_token", "add_eos_token", "add_prefix_space", "added_tokens_decoder")
+REBUILT += ("additional_special_tokens", "auto_map", "extra_special_tokens")
 
 
-def load_run_tokenizer(checkpoint: Path, identity: dict, name: str | None) -> Tokenizer:
-    """The tokenizer of a run: the one that is named, else the run's copy, else where it once was.
+def _run_copy(checkpoint: Path) -> Path:
+    """The folder of the tokenizer that the run of a checkpoint keeps."""
+    return RunDir(checkpoint.absolute().parent.parent).tokenizer
+
+
+def load_checkpoint_tokenizer(checkpoint: Path, identity: dict, name: str | None) -> Tokenizer:
+    """The tokenizer that a checkpoint was trained with.
+
+    Args:
+        name: of the tokenizer; None: the copy that the run keeps, or the name in the checkpoint.
 
     Raises:
         ConfigError: if it cannot be loaded, or gives other ids than those of the training.
     """
-    kept = checkpoint.absolute().parent.parent / "tokenizer"
     if name is None:
-        name = str(kept) if os.path.lexists(kept / TOKENIZER) else identity["tokenizer"]
+        copy = _run_copy(checkpoint)
+        name = str(copy) if os.path.lexists(copy / TOKENIZER) else identity["tokenizer"]
     tokenizer = load_tokenizer(name)
     if identity["tokenizer_fingerprint"] not in (None, tokenizer.fingerprint):
         raise ConfigError(
@@ -50,8 +57,8 @@ def load_run_tokenizer(checkpoint: Path, identity: dict, name: str | None) -> To
 def write_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
     """Write a tokenizer so that transformers has the ids of its file; the file is copied as it is.
 
-    The classes of transformers that are named after models rebuild what the file says, so another
-    one is named.
+    The class that is named is PreTrainedTokenizerFast: those named after models rebuild what the
+    file says.
     """
     if tokenizer.name == "bytes":
         from transformers import PreTrainedTokenizerFast
@@ -69,7 +76,7 @@ def write_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
         if key in REBUILT:
             continue
         if key.endswith("_token"):
-            # transformers 5 knows no objects here, and would add a name that the file lacks.
+            # transformers 5 takes no objects here, and would add a token that the file lacks.
             value = value.get("content") if isinstance(value, dict) else value
             if not isinstance(value, str) or tokenizer.backend.token_to_id(value) is None:
                 continue
@@ -82,17 +89,17 @@ def write_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
 def read_generation(checkpoint: Path, tokenizer: Tokenizer) -> dict:
     """generation_config.json of a run: that of --init-from, else the EOS of its documents alone.
 
-    Documents are separated by EOS and no BOS is put before them, so that none is named.
+    Documents are separated by EOS and begin without BOS, so the file names no BOS.
 
     Raises:
         ConfigError: if the run's copy cannot be read.
     """
-    kept = checkpoint.absolute().parent.parent / "tokenizer" / GENERATION
+    file = _run_copy(checkpoint) / GENERATION
     try:
-        settings = dict(read_json(kept))
+        settings = dict(read_json(file))
     except FileNotFoundError:
         settings = {}
     except (OSError, ValueError, TypeError) as error:
-        raise ConfigError(f"{kept} cannot be read ({one_line(error)}): remove or mend it") from None
+        raise ConfigError(f"{file} cannot be read ({one_line(error)}): remove or mend it") from None
     ends = {"bos_token_id": None, "eos_token_id": tokenizer.eos_id}
     return ends | {key: value for key, value in settings.items() if value is not None}

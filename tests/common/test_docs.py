@@ -10,7 +10,7 @@ import pytest
 from launch.slurm.__main__ import check_run as check_job
 from launch.slurm.__main__ import parse_command as parse_job
 from parallel.launch import Launch
-from recipes.compare_layouts import command as compare_layouts
+from recipes.compare_layouts import plan as compare_layouts
 from recipes.plan import __main__ as plan
 from tests.runs import REPO, rows, train
 from training.config.command_line import parse_flags

@@ -11,6 +11,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from setuptools import find_packages
 
 from common.errors import LayoutError
 from launch.slurm.__main__ import main
@@ -247,7 +248,8 @@ def test_what_is_installed_is_complete(tmp_path):
     folders = [p.parent for pattern in ("*", "*/*") for p in REPO.glob(f"{pattern}/__init__.py")]
     names = {folder: folder.relative_to(REPO).parts[0] for folder in folders}
     code = {f for f, top in names.items() if top not in ("tests", "benchmarks") and top[0] != "."}
-    assert {str(p.relative_to(REPO)).replace("/", ".") for p in code} == set(settings["packages"])
+    packages = find_packages(str(REPO), include=settings["packages"]["find"]["include"])
+    assert {str(p.relative_to(REPO)).replace("/", ".") for p in code} == set(packages)
     for folder in code:
         wanted = [p for p in folder.iterdir() if p.suffix in (".toml", ".sh", ".sbatch")]
         patterns = settings["package-data"].get(str(folder.relative_to(REPO)).replace("/", "."), [])

@@ -89,16 +89,15 @@ def comparison_of(out: Path) -> dict:
 
 def test_numbers_of_a_comparison(three):
     assert main(["--collect", "--out", str(three)]) == 0
-    found = comparison_of(three)
-    assert (found["reference"], found["dtype"], found["global_batches_differ"]) == (
-        "1x1", "float32", False
-    )  # fmt: skip
-    assert found["differing_flags"] == {}
-    assert found["rounding_bound"]["step"] == [1, 2, 3]
+    comparison = comparison_of(three)
+    assert (comparison["reference"], comparison["dtype"]) == ("1x1", "float32")
+    assert comparison["global_batches_differ"] is False
+    assert comparison["differing_flags"] == {}
+    assert comparison["rounding_bound"]["step"] == [1, 2, 3]
     bound = rounding_bound("float32", np.array([1, 2, 3])).tolist()
-    assert found["rounding_bound"]["loss"] == bound
-    base, tensor, data = found["layouts"]
-    assert [entry["label"] for entry in found["layouts"]] == ["1x1", "1x2", "2x1"]
+    assert comparison["rounding_bound"]["loss"] == bound
+    base, tensor, data = comparison["layouts"]
+    assert [entry["label"] for entry in comparison["layouts"]] == ["1x1", "1x2", "2x1"]
 
     assert data["curve"]["loss"] == [4.0, 2.5, 0.9]
     assert data["curve"]["tokens"] == [256, 512, 768]
@@ -160,9 +159,9 @@ def figures(monkeypatch):
     """The figures that are written, before they become pixels."""
     from matplotlib.figure import Figure
 
-    kept, save = [], Figure.savefig
-    monkeypatch.setattr(Figure, "savefig", lambda self, *a: kept.append(self) or save(self, *a))
-    return kept
+    written, save = [], Figure.savefig
+    monkeypatch.setattr(Figure, "savefig", lambda self, *a: written.append(self) or save(self, *a))
+    return written
 
 
 @pytest.fixture
@@ -170,9 +169,9 @@ def sketches(monkeypatch):
     """The figures that would be written."""
     from matplotlib.figure import Figure
 
-    kept = []
-    monkeypatch.setattr(Figure, "savefig", lambda self, *a: kept.append(self))
-    return kept
+    written = []
+    monkeypatch.setattr(Figure, "savefig", lambda self, *a: written.append(self))
+    return written
 
 
 def test_the_picture(three, figures):
@@ -222,9 +221,9 @@ def test_runs_with_different_global_batches_are_different_trainings(tmp_path, fi
     two = write_run(tmp_path / "b", "2x1", "--global-batch-size", "12")
     assert main(["--collect", str(one), str(two)]) == 0
     out = tmp_path / "runs" / "compare-collected"
-    found = comparison_of(out)
-    assert found["global_batches_differ"] and found["reference"] is None
-    assert [entry["max_deviation"] for entry in found["layouts"]] == [None, None]
+    comparison = comparison_of(out)
+    assert comparison["global_batches_differ"] and comparison["reference"] is None
+    assert [entry["max_deviation"] for entry in comparison["layouts"]] == [None, None]
     assert "global batches differ" in figures[0].get_suptitle()
     assert [axis.get_xlabel() for axis in figures[0].axes] == ["optimizer step", "tokens"]
     assert figures[0].axes[1].get_lines()[1].get_xdata().tolist() == [384, 768, 1152]
@@ -241,9 +240,9 @@ def test_collect_names_what_differs_and_tells_equal_layouts_apart(tmp_path, thre
     runs = [str(three / "2x1"), str(other), str(three / "1x1")]
     assert main(["--collect", *runs, "--out", str(out)]) == 0
     assert "note: the runs differ in --seed: 0, 1, 0" in capsys.readouterr().out
-    found = comparison_of(out)
-    assert found["reference"] == "1x1"
-    assert [e["label"] for e in found["layouts"]] == [f"2x1 {runs[0]}", f"2x1 {other}", "1x1"]
+    comparison = comparison_of(out)
+    assert comparison["reference"] == "1x1"
+    assert [e["label"] for e in comparison["layouts"]] == [f"2x1 {runs[0]}", f"2x1 {other}", "1x1"]
     assert main(["--collect", *runs[1:], "--out", str(out), "--no-reference"]) == 0
     assert comparison_of(out)["reference"] == "2x1"
 
@@ -289,9 +288,9 @@ def test_runs_of_different_lengths_are_compared_as_far_as_both_go(tmp_path, sket
     assert "2 to 3 steps" in length
     assert title == "the runs differ in --steps; deviations are of the steps that both have"
     assert over == "above the bound: 2x1, steps 2 (from step 2)"
-    found = comparison_of(tmp_path / "c")
-    assert found["layouts"][1]["deviation"]["loss"] == {"step": [1, 2], "value": [0, 0.5]}
-    assert [row[2] for row in table_rows(found)[1]] == ["1.000000 @3", "3.000000 @2"]
+    comparison = comparison_of(tmp_path / "c")
+    assert comparison["layouts"][1]["deviation"]["loss"] == {"step": [1, 2], "value": [0, 0.5]}
+    assert [row[2] for row in table_rows(comparison)[1]] == ["1.000000 @3", "3.000000 @2"]
 
 
 @pytest.mark.parametrize("name, content", [("--dataset", "equal"), ("--lr", "another")])
@@ -328,8 +327,8 @@ def test_metrics_that_are_none_are_refused(row, three, capsys):
 def test_steps_without_a_loss_leave_gaps(tmp_path, three, sketches):
     nothing = write_run(tmp_path / "none", "1x2", loss=[None] * 3, norm=[None] * 3)
     assert main(["--collect", str(three / "1x1"), str(nothing), "--out", str(tmp_path / "b")]) == 0
-    found = comparison_of(tmp_path / "b")
-    assert table_rows(found)[1][1][1:4] == ["none", "none", "none"]
+    comparison = comparison_of(tmp_path / "b")
+    assert table_rows(comparison)[1][1][1:4] == ["none", "none", "none"]
     assert np.isnan(sketches[0].axes[0].get_lines()[1].get_ydata()).all()
 
 
@@ -352,8 +351,8 @@ FAILED = {"state": "failed", "rank": 3, "step": 7, "error": "step 7: no \x1b[31m
 )
 def test_the_cause_comes_first(status, printed, cause, tail):
     """And torchrun's report, but for the exit code in its first line, is left out."""
-    found, lines = explain_failure(status, printed)
-    assert (found, len(lines)) == (cause, tail)
+    explained, lines = explain_failure(status, printed)
+    assert (explained, len(lines)) == (cause, tail)
 
 
 def test_collect_leaves_out_or_refuses_what_has_not_finished(tmp_path, three, capsys):
@@ -504,8 +503,8 @@ class Trainer:
         config = run.config.model_copy(deep=True)
         config.model.vocab_size = 257
         dp_tp = run.run_dir.name
-        known = [run.run_dir, dp_tp, run.config.step.steps, to_toml(config), self.file]
-        return [sys.executable, "-c", FAKE, *map(str, known)]
+        words = [run.run_dir, dp_tp, run.config.step.steps, to_toml(config), self.file]
+        return [sys.executable, "-c", FAKE, *map(str, words)]
 
     def calls(self) -> list[str]:
         """The layouts that were trained since the last call."""
@@ -675,12 +674,12 @@ def test_compressed_gradients_are_lossy_by_intent(three, capsys, figures):
         assert main(["--collect", "--out", str(out), "--verdict"]) == 0
     text = capsys.readouterr().out
     assert "2x1: lossy, as --grad-compression bf16 is (largest float64 deviation 2.0e-03" in text
-    found = comparison_of(out)
-    assert [cells[-1] for cells in table_rows(found)[1]] == ["reference", "lossy"]
-    assert found["rounding_bound"]["loss"][2] == Lossy("bf16", 2).bound(3, "loss")
+    comparison = comparison_of(out)
+    assert [cells[-1] for cells in table_rows(comparison)[1]] == ["reference", "lossy"]
+    assert comparison["rounding_bound"]["loss"][2] == Lossy("bf16", 2).bound(3, "loss")
     legend = [words.get_text() for words in figures[0].legends[0].get_texts()]
     assert legend[-1] == "rounding bound of float32 and bf16"
-    assert [entry["bytes_per_step"] for entry in found["layouts"]][1] == 2 * (
+    assert [entry["bytes_per_step"] for entry in comparison["layouts"]][1] == 2 * (
         2 * 9280 + 2 * 257 * 32 + 32
     )
 
@@ -702,9 +701,9 @@ def test_runs_that_cannot_be_judged_are_no_verdict(trainer, monkeypatch, capsys)
     endless = [Verdict("1x2", math.inf, "step 1, loss is None")]
     monkeypatch.setattr(compare_layouts, "judge", lambda *runs: endless)
     assert main([*MODEL, "--steps", "4", "--layouts", "1x2", "--verdict"]) == 1
-    found = comparison_of(Path("runs/compare-debug"))["verdict"]
+    verdicts = comparison_of(Path("runs/compare-debug"))["verdict"]
     line = {"layout": "1x2", "deviation": None, "finding": "step 1, loss is None", "bound": None}
-    assert found == [line]
+    assert verdicts == [line]
 
 
 @pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
@@ -746,9 +745,9 @@ def test_a_real_comparison_and_again(tmp_path, capfd):
     command += ["--out", str(tmp_path / "real")]
     assert main(command) == 0
     out = tmp_path / "real"
-    found = comparison_of(out)
-    assert [entry["label"] for entry in found["layouts"]] == ["1x1", "1x2", "2x1"]
-    for entry in found["layouts"]:
+    comparison = comparison_of(out)
+    assert [entry["label"] for entry in comparison["layouts"]] == ["1x1", "1x2", "2x1"]
+    for entry in comparison["layouts"]:
         assert entry["curve"]["step"] == [1, 2, 3, 4]
         assert entry["curve"]["loss"][3] < entry["curve"]["loss"][0]
         assert entry["max_deviation"]["loss"]["value"] < 1e-5

@@ -30,8 +30,8 @@ from models.decoder import Llama
 from models.hf import INDEX, check_weights, load_weights
 from models.hf_config import hf_config, read_hf_config
 from parallel.launch import Launch, read_launch
-from recipes.export_hf.checks import discard, parse_size
-from recipes.export_hf.export import export
+from recipes.export_hf.export import export, parse_size
+from recipes.export_hf.folder import discard
 from recipes.generate import generate
 from tests.models.test_reference import SCALING
 from tests.ranks import Group, free_port
@@ -126,14 +126,14 @@ def from_transformers(folder: Path) -> LlamaForCausalLM:
 def assert_index_is_true(folder: Path, sharded: bool) -> None:
     """C34: every name of the index is in its file, and every tensor of a file in the index."""
     files = sorted(folder.glob("*.safetensors"))
-    held = {}
+    files_by_name = {}
     for file in files:
         with safe_open(file, "pt") as opened:
             assert opened.metadata() == {"format": "pt"}
-            held |= dict.fromkeys(opened.keys(), file.name)
+            files_by_name |= dict.fromkeys(opened.keys(), file.name)
     if sharded:
         assert len(files) > 2
-        assert held == json.loads((folder / INDEX).read_text())["weight_map"]
+        assert files_by_name == json.loads((folder / INDEX).read_text())["weight_map"]
     else:
         assert [f.name for f in files] == ["model.safetensors"] and not (folder / INDEX).exists()
 
@@ -144,10 +144,10 @@ def assert_index_is_true(folder: Path, sharded: bool) -> None:
 @pytest.fixture(scope="module")
 def runs(launched4, tmp_path_factory):
     """A run of one step at 2x2 from each variant: (its run directory, the source, its weights)."""
-    base, made = tmp_path_factory.mktemp("hf"), {}
+    base, trained = tmp_path_factory.mktemp("hf"), {}
 
     def make(variant: str):
-        if variant not in made:
+        if variant not in trained:
             source, run = base / f"{variant}-source", base / variant
             weights = save_model(source, variant, "20KB" if "scaled" in variant else "5GB")
             for name in ("pytorch_model.bin", "optimizer.pt"):
@@ -157,8 +157,8 @@ def runs(launched4, tmp_path_factory):
             text = train(launched4, run, "--init-from", source, *flags)
             assert f"initial weights from {source}\n" in text
             assert not (base / "executed").exists()
-            made[variant] = run, source, weights
-        return made[variant]
+            trained[variant] = run, source, weights
+        return trained[variant]
 
     return make
 
@@ -200,9 +200,9 @@ def test_round_trip(variant, runs, tmp_path):
     export(run, out, ALONE, dtype=dtype, max_shard_size=shard_size)
     model = from_transformers(out)
     assert model.dtype == getattr(torch, written)
-    found = dict(model.named_parameters())
-    assert found.keys() == weights.keys()
-    assert all(torch.equal(found[name], weights[name]) for name in weights)
+    parameters = dict(model.named_parameters())
+    assert parameters.keys() == weights.keys()
+    assert all(torch.equal(parameters[name], weights[name]) for name in weights)
     assert_index_is_true(out, sharded=shard_size != "5GB")
 
     with no_warnings():
@@ -225,8 +225,8 @@ def test_round_trip(variant, runs, tmp_path):
     tokens = torch.randint(0, 67, (2, 256))
     expected = model.float()(tokens).logits
     assert (ours(tokens) - expected).norm() / expected.norm() < 1e-5
-    assert load_tokenizer(str(out)).encode(["some text.\n"]) == [AutoTokenizer.from_pretrained(
-        source)("some text.\n")["input_ids"]]  # fmt: skip
+    theirs = AutoTokenizer.from_pretrained(source)("some text.\n")
+    assert load_tokenizer(str(out)).encode(["some text.\n"]) == [theirs["input_ids"]]
 
 
 def test_old_keys_alone_and_new_keys_alone_say_the_same(runs, tmp_path):
@@ -239,8 +239,8 @@ def test_old_keys_alone_and_new_keys_alone_say_the_same(runs, tmp_path):
         ("rope_parameters", "dtype"),
         ("rope_theta", "rope_scaling", "torch_dtype"),
     ):
-        kept = {key: value for key, value in raw.items() if key not in dropped}
-        (tmp_path / "config.json").write_text(json.dumps(kept))
+        rest = {key: value for key, value in raw.items() if key not in dropped}
+        (tmp_path / "config.json").write_text(json.dumps(rest))
         with no_warnings():
             config = AutoConfig.from_pretrained(tmp_path)
         read.append((config.rope_parameters, config.dtype, read_hf_config(tmp_path)))
@@ -266,15 +266,11 @@ def test_what_a_run_trained_is_exported(launched1, tmp_path):
     train(launched1, tmp_path / "run", "--steps", 3, "--tie-word-embeddings")
     export(tmp_path / "run", tmp_path / "out", ALONE)
     from_transformers(tmp_path / "out")
-    expected = {
-        name.removeprefix(
-            "model.",
-        ): value
-        for name, value in _checkpoint(tmp_path / "run").items()
-    }
-    found = load_file(tmp_path / "out/model.safetensors")
-    assert found.keys() == expected.keys() and "lm_head.weight" not in found
-    assert all(torch.equal(found[name], expected[name]) for name in found)
+    checkpoint = _checkpoint(tmp_path / "run")
+    expected = {name.removeprefix("model."): value for name, value in checkpoint.items()}
+    exported = load_file(tmp_path / "out/model.safetensors")
+    assert exported.keys() == expected.keys() and "lm_head.weight" not in exported
+    assert all(torch.equal(exported[name], expected[name]) for name in exported)
 
     ours, again = load_tokenizer("bytes"), load_tokenizer(str(tmp_path / "out"))
     theirs = AutoTokenizer.from_pretrained(tmp_path / "out")
@@ -360,10 +356,10 @@ def test_each_rank_reads_its_slices(variant, tp, ranks4, tmp_path):
     fields = read_llama(tmp_path).model_dump()
     results = ranks4.run(load_on_rank, tmp_path, tp, fields)
     total = LlamaConfig(**fields).num_parameters
-    for read, local, found in results:
+    for read, local, loaded in results:
         assert read == local < total / 2
-        assert found.keys() == weights.keys()
-        for name, value in found.items():
+        assert loaded.keys() == weights.keys()
+        for name, value in loaded.items():
             assert torch.equal(torch.from_numpy(value), weights[name].detach().float()), name
     # Norms and, at tp 4, the two key/value heads are on more than one rank; nothing else is.
     assert total <= sum(local for _, local, _ in results) < 1.5 * total

@@ -24,7 +24,7 @@ from tests.toy import (
 from training.checkpoint.saver import TrainState
 from training.config.schema import Config, OptimizerSection
 from training.data.batches import Sequences, TokenData
-from training.loop import train
+from training.loop import AgreedBatches, train
 from training.loss import IGNORE_INDEX, cross_entropy_sum
 from training.optimizers.sharded import ShardedOptimizer
 from training.run.diagnosis import Diagnosis
@@ -194,18 +194,12 @@ def run_loop(
             batch = [(x, torch.full_like(y, IGNORE_INDEX)) for x, y in batch]
         return batch
 
+    def stop_requested() -> str | None:
+        return why if stop_on and ranks.rank == stop_on[0] and state.step >= stop_on[1] else None
+
     with mock.patch("training.loop.train_batch", masked):
-        outcome = train(
-            engine,
-            data,
-            state,
-            config,
-            observers,
-            saver,
-            lambda: (
-                why if stop_on and ranks.rank == stop_on[0] and state.step >= stop_on[1] else None
-            ),
-        )
+        batches = AgreedBatches(data, 0, config, layout, ranks, stop_requested)
+        outcome = train(engine, batches, data, state, config, observers, saver)
     heartbeat.stop()
     return outcome, state, recorder.rows, recorder.evaluations, saver.steps
 

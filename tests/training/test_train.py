@@ -16,7 +16,7 @@ import torch
 
 from models.config import LlamaConfig
 from parallel.layout import Dims, make_layout
-from planner.collectives import ParameterRow, format_plan
+from planner.print_plan import ParameterRow, format_plan
 from tests.ranks import RankError, free_port
 from tests.runs import SMALL, checkpoint_tensors, curve, forked, rows, run_main, train
 from training.config.schema import DataSection

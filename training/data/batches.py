@@ -1,8 +1,8 @@
 """Tokens on disk → global batches.
 
-``open_tokens`` maps what ``prepare_tokens`` made into memory, ``train_batch`` and
-``eval_batches`` cut it. Which tokens a global batch holds depends on the data, the seed and the
-step alone, never on how many ranks share it.
+``open_tokens`` maps the files of ``prepare_tokens`` into memory; ``train_batch`` and
+``eval_batches`` read sequences from them. Which tokens a global batch holds depends on the data,
+the seed and the step alone, never on the number of ranks.
 """
 
 import contextlib
@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 
 class Sequences:
-    """A flat token array cut into sequences of ``seq_len`` (S) inputs and targets.
+    """A flat token array split into sequences of ``seq_len`` (S) inputs and targets.
 
     Sequence i has the inputs ``tokens[i*S : (i+1)*S]`` and the targets one further on,
     ``tokens[i*S+1 : (i+1)*S+1]``: neighbours share one token, so that every token but the first is
@@ -55,7 +55,7 @@ class Sequences:
     def read(self, indices: np.ndarray) -> tuple[Tensor, Tensor]:
         """Inputs and targets, each int64 [B, S], of the sequences with these indices [B].
 
-        What lies past the data (the tail of the partial last sequence, or a whole sequence) is
+        Positions past the data (the tail of the partial last sequence, or a whole sequence) have
         input 0 and target ``IGNORE_INDEX``.
         """
         if not len(self.tokens):
@@ -141,10 +141,10 @@ def sample_indices(positions: np.ndarray, num_samples: int, seed: int) -> np.nda
 
     Epoch e is the positions ``[e*num_samples, (e+1)*num_samples)`` and holds each sample once, in
     an order of its own. The order is computed, not stored: a stored permutation of 2**33 samples
-    takes 64 GB and minutes on every rank, and another one each epoch, while here every position of
+    takes 64 GB and minutes on every rank, and again for each epoch, while here every position of
     every epoch costs the same, so that a resume starts anywhere at once. A Feistel network permutes
-    the smallest domain 4**k >= num_samples; what falls outside is permuted again until it is inside
-    (cycle walking, at most 4 times on average), which permutes the inside.
+    the smallest domain 4**k >= num_samples; a result of num_samples or more is permuted again until
+    it is smaller (cycle walking, at most 4 times on average), which permutes [0, num_samples).
 
     Raises:
         ValueError: for fewer than one sample.
@@ -183,11 +183,11 @@ def train_batch(
 ) -> list[tuple[Tensor, Tensor]]:
     """The micro-batches, inputs and targets [B, S] each, of one dp rank in one step (0-based).
 
-    The global batch is the positions ``[step*G, (step+1)*G)`` of the sample order for every dp and
-    batch_size; a dp rank takes its contiguous slice of them.
+    For every dp and batch_size the global batch is the positions ``[step*G, (step+1)*G)`` of the
+    sample order, of which a dp rank takes a contiguous slice.
     """
-    share = global_batch_size // dp
-    positions = step * global_batch_size + dp_rank * share + np.arange(share)
+    per_rank = global_batch_size // dp
+    positions = step * global_batch_size + dp_rank * per_rank + np.arange(per_rank)
     inputs, targets = data.read(sample_indices(positions, len(data), seed))
     return list(zip(inputs.split(batch_size), targets.split(batch_size), strict=True))
 
@@ -210,20 +210,20 @@ def eval_batches(
     """The micro-batches [B, S] of one dp rank, a list for each global batch of the held-out
     sequences, in file order.
 
-    Every rank yields the same number, and over all of them each held-out target comes once: the
-    last global batch is filled with ignored sequences. max_batches counts global batches; 0: all.
+    Every rank yields as many lists, and over all ranks each held-out target comes once: the last
+    global batch is filled with ignored sequences. max_batches counts global batches; 0: all.
     """
-    share = global_batch_size // dp
+    per_rank = global_batch_size // dp
     for batch in range(num_eval_batches(data, global_batch_size, max_batches)):
-        first = batch * global_batch_size + dp_rank * share
-        inputs, targets = data.read(np.arange(first, first + share))
+        first = batch * global_batch_size + dp_rank * per_rank
+        inputs, targets = data.read(np.arange(first, first + per_rank))
         yield list(zip(inputs.split(batch_size), targets.split(batch_size), strict=True))
 
 
 def prefetch(make_batch: Callable[[int], T], first_step: int, last_step: int) -> Iterator[T]:
-    """Yield ``make_batch(step)`` for the steps [first_step, last_step), made up to two ahead.
+    """Yield ``make_batch(step)`` for the steps [first_step, last_step), computed up to two ahead.
 
-    One thread makes them in order. What it raises is raised here, after the batches before it.
+    One thread computes the batches in order. Its error is raised here, after the batches before it.
     """
     ready: queue.Queue = queue.Queue(maxsize=2)
     stop = threading.Event()
@@ -239,7 +239,7 @@ def prefetch(make_batch: Callable[[int], T], first_step: int, last_step: int) ->
                 if stop.is_set():
                     return
                 put((make_batch(step), None))
-        except BaseException as error:  # whatever it is, the consumer must not wait for ever
+        except BaseException as error:  # the consumer must not wait for ever
             put((None, error))
 
     thread = threading.Thread(target=work, name="prefetch", daemon=True)

@@ -1,4 +1,4 @@
-"""Where text comes from: files, the hub, the standard library. Knows nothing of tokens."""
+"""Sources of text: files, the hub, the standard library. This module knows nothing of tokens."""
 
 import codecs
 import gzip
@@ -30,9 +30,9 @@ def one_line(error: BaseException) -> str:
 def open_source(
     section: DataSection, log: Callable[[str], None] = lambda line: None
 ) -> tuple[list, Callable[[], Iterator[Record]]]:
-    """What identifies the corpus cheaply, without reading it, and a function that reads it.
+    """A JSON value that identifies the corpus without reading it, and a function that reads it.
 
-    ``log`` is told which files are used, where a name stands for many.
+    ``log`` gets a line on the files that are used, where a name stands for many.
 
     Raises:
         DataError: for a source that cannot be found.
@@ -74,13 +74,13 @@ def _synthetic() -> Iterator[Record]:
 
 def _stdlib_files() -> list[Path]:
     root = Path(sysconfig.get_paths()["stdlib"])
-    left_out = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
-    files = [f for f in root.rglob("*.py") if not left_out & set(f.relative_to(root).parts)]
+    excluded = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
+    files = [f for f in root.rglob("*.py") if not excluded & set(f.relative_to(root).parts)]
     return sorted(files)
 
 
 def _stdlib(files: list[Path]) -> Iterator[Record]:
-    """What cannot be used here is left out in silence: these are not the user's records."""
+    """Files that cannot be used are skipped in silence: they are not the user's records."""
     for file in files:
         for where, value in _read_txt(file):
             if fault_of(value) is None:
@@ -97,13 +97,13 @@ def _read(file: Path, column: str) -> Iterator[Record]:
 
 
 class _Zstandard(io.RawIOBase):
-    """What the frames of a file hold, one after another; ``EOFError`` if the last one is cut."""
+    """The content of all frames of a file; ``EOFError`` if the last frame is truncated."""
 
     def __init__(self, file: BinaryIO):
         import zstandard
 
         self._file, self._error = file, zstandard.ZstdError
-        # As zstd --long=31 writes, and needs 2 GiB of memory to be read.
+        # The window of zstd --long=31, which takes 2 GiB of memory to read.
         self._decompressor = zstandard.ZstdDecompressor(max_window_size=1 << 31)
         self._frame = self._decompressor.decompressobj()
         self._rest = b""  # compressed bytes after the end of a frame
@@ -148,7 +148,7 @@ def _open(file: Path) -> BinaryIO:
 
 
 def _read_txt(file: Path) -> Iterator[Record]:
-    """One record. A damaged file is one bad record, with nothing of it used."""
+    """One record. A damaged file is one bad record, and none of its text is used."""
     name = printable(str(file))
     try:
         with _open(file) as f:
@@ -162,7 +162,7 @@ def _read_txt(file: Path) -> Iterator[Record]:
 
 
 def _read_jsonl(file: Path, column: str) -> Iterator[Record]:
-    """One record a line; lines of white space are none. What precedes a damage is still yielded."""
+    """One record a line; blank lines are skipped. Lines before a damaged one are still yielded."""
     name, number = printable(str(file)), 0
     try:
         with _open(file) as f:
@@ -183,8 +183,8 @@ def _json_text(line: bytes, column: str) -> object:
     return record[column] if column in record else _no_column(column, record)
 
 
-def _no_column(column: str, known: Iterable[str]) -> ValueError:
-    names = ", ".join(map(repr, known)) or "none"
+def _no_column(column: str, fields: Iterable[str]) -> ValueError:
+    names = ", ".join(map(repr, fields)) or "none"
     return ValueError(f"no field {column!r} (--text-column; fields: {names})")
 
 
@@ -240,7 +240,7 @@ def _hub(section: DataSection) -> tuple[list, Callable[[], Iterator[Record]]]:
 
 
 def fault_of(value: object) -> str | None:
-    """Why a record cannot be used; None if it can."""
+    """Why the value of a record cannot be used as text; None if it can."""
     if isinstance(value, OSError | EOFError | zlib.error):
         return f"cannot be read ({one_line(value)})"
     if isinstance(value, Exception):

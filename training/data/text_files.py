@@ -16,19 +16,18 @@ from training.config.schema import DataSection, flag
 
 SUFFIXES = (".txt", ".txt.gz", ".txt.zst", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
 # Words in the names of files and folders, as the library ``datasets`` understands them.
-SPLIT_WORDS = {
-    "train": "train", "training": "train",
-    "validation": "validation", "valid": "validation", "dev": "validation", "val": "validation",
-    "test": "test", "testing": "test", "eval": "test", "evaluation": "test",
-}  # fmt: skip
+SPLIT_WORDS = (
+    dict.fromkeys(("train", "training"), "train")
+    | dict.fromkeys(("validation", "valid", "dev", "val"), "validation")
+    | dict.fromkeys(("test", "testing", "eval", "evaluation"), "test")
+)
 # A file of the hub may have a split of its own kind, such as train_sft-00000-of-00002.parquet.
 SHARD = re.compile(r"(\w+)-\d{5}-of-\d{5}")
 SEPARATORS = re.compile(r"[-._ =0-9]+")
-# First or last words of names of .txt files that come with a corpus and are no part of it.
-DOCUMENTATION = {
-    "authors", "changelog", "citation", "contributing", "contributors", "copying", "copyright",
-    "licence", "licences", "license", "licenses", "notice", "readme", "requirements", "unlicense",
-}  # fmt: skip
+# First or last words of names of .txt files that accompany a corpus and hold no text of it.
+DOCUMENTATION = {"authors", "changelog", "citation", "contributing", "contributors", "copying"}
+DOCUMENTATION |= {"copyright", "licence", "licences", "license", "licenses", "notice", "readme"}
+DOCUMENTATION |= {"requirements", "unlicense"}
 LISTED_KINDS = 8
 
 
@@ -37,12 +36,12 @@ class DataError(ConfigError):
 
 
 def suffix_of(name: str) -> str | None:
-    """The suffix by which a file is read; None if it is not."""
+    """The suffix that decides how a file is read; None if files of this name are not read."""
     return next((s for s in reversed(SUFFIXES) if name.lower().endswith(s)), None)
 
 
 def split_of(parts: tuple[str, ...]) -> str | None:
-    """The split that the names of folders and a file (the last part) speak of, if they do."""
+    """The split that the names of folders and a file (the last part) mention, if they do."""
     shard = SHARD.match(parts[-1])
     if shard and shard[1].lower() not in SPLIT_WORDS and _split_word(shard[1]):
         return shard[1]
@@ -67,7 +66,7 @@ def _is_documentation(name: str) -> bool:
 
 
 class _Collection:
-    """The files below what a name stands for, each real file once, and those that are not used."""
+    """The files that a name stands for, each real file once, and those that are not used."""
 
     def __init__(self):
         self.unused: dict[str, list[Path]] = defaultdict(list)
@@ -75,7 +74,7 @@ class _Collection:
         self._collected_folders: set[str] = set()
 
     def add_folder(self, folder: Path) -> None:
-        """Everything below it except what is hidden; links are followed."""
+        """Take the files below a folder that are not hidden; links are followed."""
         for inner, linked, entries in self._folders(folder, self._collected_folders):
             for entry in entries:
                 path = inner / entry.name
@@ -85,7 +84,7 @@ class _Collection:
                     self.add_file(path, linked)
 
     def add_file(self, path: Path, linked: bool = False, *, spelled: bool = False) -> None:
-        """Take a file if it is of a kind that is read; ``spelled``: whatever its name says."""
+        """Take a file of a kind that is read; ``spelled``: even one named like documentation."""
         info = path.stat()
         if not stat.S_ISREG(info.st_mode):
             return self.unused["special"].append(path)
@@ -97,9 +96,9 @@ class _Collection:
         self._files.append((linked or path.is_symlink(), path.parts, path, inode))
 
     def add_matches(self, base: Path, pattern: list[str]) -> None:
-        """What a glob stands for below ``base``, files and folders alike.
+        """Take what a glob stands for below ``base``, files and folders alike.
 
-        A wildcard at the start of a name does not stand for a hidden one, or for documentation.
+        A wildcard at the start of a name does not match a hidden name, nor documentation.
         """
         part, *rest = pattern
         if part == "**":
@@ -127,14 +126,14 @@ class _Collection:
                 self.add_file(path, spelled=spelled)
 
     def files(self) -> list[Path]:
-        """What is used, in the order of its names, each text once.
+        """The files that are used, in the order of their names, each text once.
 
-        A real file goes before links to it, and an unpacked one before the packed.
+        A real file is preferred to links to it, and an unpacked file to its packed copy.
         """
         ordered, first = sorted(self._files), {}
         linked = bool(ordered) and ordered[-1][0]
         for _, _, path, inode in ordered:
-            # Without links each path is a file of its own, and nothing needs to be looked up.
+            # Without links each path is a file of its own, and no path needs to be resolved.
             same = inode or (os.path.realpath(path) if linked else path)
             if first.setdefault(same, path) != path:
                 self.unused["reached twice"].append(path)
@@ -148,9 +147,9 @@ class _Collection:
         return [*unpacked.values()]
 
     def _folders(self, folder: Path, visited: set[str]) -> Iterator[tuple[Path, bool, list]]:
-        """A folder and those below it, each real one once, with their entries.
+        """A folder and the folders below it, each real one once, with their entries.
 
-        Links come last, so that none takes the place of a real folder.
+        Links come last, so that no link takes the place of a real folder.
         """
         real, links = [folder], []
         while real or links:
@@ -200,8 +199,8 @@ def _of_split(section: DataSection, root: Path, files: list[Path], unused: dict)
     wanted = SPLIT_WORDS.get(section.dataset_split.lower(), section.dataset_split)
     if wanted not in splits:
         raise DataError(
-            f"--dataset-split {printable(section.dataset_split)}: no file of --dataset "
-            f"{printable(section.dataset)} is of that split: there are {_count(splits)}; "
+            f"--dataset-split {section.dataset_split}: no file of --dataset "
+            f"{section.dataset} is of that split: there are {_count(splits)}; "
             "choose one of these"
         )
     used = splits.pop(wanted)
@@ -210,7 +209,7 @@ def _of_split(section: DataSection, root: Path, files: list[Path], unused: dict)
 
 
 def _refuse_mixture(section: DataSection, files: list[Path]) -> None:
-    """Refuse text beside records: whether it is a document or a note on them is not known.
+    """Refuse text beside records: it may be a document, or a note on the records.
 
     Raises:
         DataError: naming one of each.
@@ -222,9 +221,9 @@ def _refuse_mixture(section: DataSection, files: list[Path]) -> None:
         if other := beside.get((path.parent, not text)):
             note, records = (path, other) if text else (other, path)
             raise DataError(
-                f"--dataset {printable(section.dataset)}: {printable(note.name)} stands beside "
-                f"{printable(records.name)}: name what is meant with a glob, such as "
-                f"'{printable(str(records.parent))}/*{suffix_of(records.name)}' (or * for both)"
+                f"--dataset {section.dataset}: {note.name} stands beside "
+                f"{records.name}: name what is meant with a glob, such as "
+                f"'{records.parent}/*{suffix_of(records.name)}' (or * for both)"
             )
 
 
@@ -241,19 +240,17 @@ def _refuse_without_effect(section: DataSection, source: str, *keys: str) -> Non
     for key in keys:
         value = getattr(section, key)
         if value != DataSection.model_fields[key].default:
-            raise DataError(
-                f"{flag(key)} {printable(value)} has no effect with {source}: leave it out"
-            )
+            raise DataError(f"{flag(key)} {value} has no effect with {source}: leave it out")
 
 
 def check_source(section: DataSection) -> tuple[list[Path], str] | None:
     """Check, without the network, that there is such a source and that each flag has an effect.
 
     Returns:
-        What :func:`local_files` does; None also for a source that is built in.
+        As :func:`local_files`; None also for a source that is built in.
 
     Raises:
-        DataError: if not.
+        DataError: if there is no such source, or a flag has no effect.
     """
     name = section.dataset
     if name in ("stdlib", "synthetic"):
@@ -261,30 +258,23 @@ def check_source(section: DataSection) -> tuple[list[Path], str] | None:
         return _refuse_without_effect(section, f"--dataset {name}", *keys)
     files = local_files(section)
     if files is None:
-        check_hub_name(name)
+        # datasets takes such a name for a file format, and reads the current folder.
+        package = importlib.util.find_spec("datasets").submodule_search_locations[0]
+        if name.strip("/") in os.listdir(Path(package) / "packaged_modules"):
+            raise DataError(
+                f"--dataset {name}: is a file format; name a parquet, jsonl or txt file"
+            )
     return files
 
 
-def check_hub_name(name: str) -> None:
-    """Refuse the names that ``datasets`` takes for a file format: it would read the current folder.
-
-    Raises:
-        DataError: for such a name.
-    """
-    package = importlib.util.find_spec("datasets").submodule_search_locations[0]
-    formats = os.listdir(Path(package) / "packaged_modules")
-    if name.strip("/") in formats:
-        raise DataError(f"--dataset {name}: is a file format; name a parquet, jsonl or txt file")
-
-
 def local_files(section: DataSection) -> tuple[list[Path], str] | None:
-    """The files a path, folder or glob stands for, sorted, and a line on what is used of them.
+    """The files that a path, folder or glob stands for, sorted, and a line that counts them.
 
     The line is empty for a single file. None if the name can only be one of the hub.
 
     Raises:
-        DataError: if there are none of the split, for one that cannot be found or looked at, and
-            for a flag that has no effect on them.
+        DataError: if there are no files of the split, for a file that cannot be found or opened,
+            and for a flag that has no effect on the files.
     """
     name = section.dataset
     try:
@@ -294,11 +284,11 @@ def local_files(section: DataSection) -> tuple[list[Path], str] | None:
         if os.path.islink(path) and isinstance(error, FileNotFoundError):
             why = "a link to something that does not exist"
         raise DataError(
-            f"--dataset {printable(name)}: {printable(path)} cannot be read ({why}): "
+            f"--dataset {name}: {path} cannot be read ({why}): "
             "mend or remove it, or name the files that are meant with a glob"
         ) from None
     except (RuntimeError, ValueError) as error:  # no such home directory; a zero byte
-        raise DataError(f"--dataset {printable(name)}: {error}") from None
+        raise DataError(f"--dataset {name}: {error}") from None
     if files is not None:
         _refuse_without_effect(section, "local files", "dataset_config")
         if all(suffix_of(path.name).startswith(".txt") for path in files[0]):
@@ -324,14 +314,14 @@ def _local_files(section: DataSection, path: Path) -> tuple[list[Path], str] | N
         if _exists(root):
             collection.add_matches(root, list(path.parts[first:]))
     elif name.count("/") > 1 or name.startswith((".", "~", "/")) or suffix_of(name):
-        raise DataError(f"--dataset {printable(name)}: there is no such file or folder")
+        raise DataError(f"--dataset {name}: there is no such file or folder")
     else:
         return None
     files, unused = collection.files(), collection.unused
     if not files:
         there = f" (not used: {_count(unused)})" if unused else ""
         raise DataError(
-            f"--dataset {printable(name)}: holds none of {', '.join(SUFFIXES)}{there}; convert the "
+            f"--dataset {name}: holds none of {', '.join(SUFFIXES)}{there}; convert the "
             "text to parquet or jsonl (dataset scripts are never run)"
         )
     if root is None:

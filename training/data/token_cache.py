@@ -1,4 +1,4 @@
-"""A folder of tokens, and what is checked before it is believed. Torch-free."""
+"""The files of a folder of tokens, and the checks before they are trusted. Torch-free."""
 
 import contextlib
 import hashlib
@@ -42,7 +42,7 @@ class TokensMeta(BaseModel):
 
 
 def write_meta(folder: Path, **counts) -> None:
-    """Complete a folder of ``train.bin`` and ``eval.bin``: all of it is on disk when this returns.
+    """Complete a folder of ``train.bin`` and ``eval.bin``; all files are on disk on return.
 
     ``counts`` are the fields of :class:`TokensMeta` that are not read from the two files.
     """
@@ -58,10 +58,10 @@ def write_meta(folder: Path, **counts) -> None:
 
 
 def read_meta(folder: Path) -> TokensMeta:
-    """What ``meta.json`` says.
+    """Read ``meta.json``.
 
     Raises:
-        DataError: if there is none that can be believed.
+        DataError: if there is none, or it is not valid.
     """
     with _naming(folder, "meta.json"):
         try:
@@ -73,10 +73,10 @@ def read_meta(folder: Path) -> TokensMeta:
 
 @contextlib.contextmanager
 def open_part(folder: Path, part: str, meta: TokensMeta) -> Iterator[BinaryIO]:
-    """``train.bin`` or ``eval.bin``, which is a regular file of the size that ``meta`` says.
+    """Open ``train.bin`` or ``eval.bin``, a regular file of the size that ``meta`` says.
 
     Raises:
-        DataError: if it is not, and for a ``ValueError`` of the caller.
+        DataError: if the file is another, and for a ``ValueError`` of the caller.
     """
     expected = getattr(meta, f"{part}_tokens") * int(meta.dtype[-1])
     with _naming(folder, f"{part}.bin"), open_regular(folder / f"{part}.bin") as file:
@@ -95,10 +95,10 @@ def check_content(
     the recorded one; of any other the first and the last block are.
 
     Args:
-        tokenizer: the fingerprint of the tokenizer that made them.
+        tokenizer: the fingerprint of the tokenizer.
 
     Raises:
-        DataError: if they differ, or an id is not below ``vocab_size``.
+        DataError: if the files differ, or an id is not below ``vocab_size``.
     """
     meta = read_meta(folder)
     with _naming(folder, "meta.json"):
@@ -132,7 +132,7 @@ def _ends_sha256(file: BinaryIO) -> str:
 
 @contextlib.contextmanager
 def _naming(folder: Path, name: str) -> Iterator[None]:
-    """Turn what is wrong with a file of a folder into one line, with the way out."""
+    """Turn an error of a file of the folder into one line that names the file and the fix."""
     try:
         yield
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError, ValueError) as error:

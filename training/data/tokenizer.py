@@ -1,7 +1,7 @@
 """Text → ids: one tokenizer, read from its file, for training, export and generation. Torch-free.
 
-The file is ``tokenizer.json``; what it says is what is done. The files beside it give the names of
-special tokens and nothing else.
+``tokenizer.json`` alone decides about ids. The files beside it give the names of special tokens and
+nothing else.
 """
 
 import contextlib
@@ -18,19 +18,19 @@ from typing import Any
 import numpy as np
 
 from common.files import read_bounded, read_json
-from common.text import printable, shown
+from common.text import shown
 from training.data.text_files import DataError
 
 TOKENIZER, CONFIG, SPECIAL = "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"
 GENERATION = "generation_config.json"
 CHAT = "chat_template.jinja"
-# Any of these says that there is a tokenizer, if not one that can be read here.
+# Any of these files shows that there is a tokenizer, if not one that can be read here.
 OTHER_FORMATS = ("tokenizer.model", "spiece.model", "vocab.json", "merges.txt", "vocab.txt")
 MAX_BYTES = 1 << 28
 # A longer document is encoded in windows: an encoding takes about 100 bytes of memory per token
 # before it becomes 2 or 4 bytes on disk.
 WINDOW_CHARS = 1 << 20
-# Neighbouring windows share as many characters, and must agree on half of them around the cut.
+# Neighbouring windows have as many characters in common, and must agree on the middle half of them.
 OVERLAP_CHARS = 1 << 14
 
 # An id, and where its characters begin and end in the text.
@@ -38,7 +38,7 @@ Token = tuple[int, int, int]
 
 
 class EncodingError(ValueError):
-    """A text that a tokenizer cannot encode as the plain text that it is; in words."""
+    """A tokenizer cannot encode a text as plain text; the message says why in words."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Tokenizer:
 
     Attributes:
         vocab_size: the largest id it can emit plus one.
-        bos_id: of the token that a model of elsewhere may begin with; nothing here makes it.
+        bos_id: of the token that texts of an imported model may begin with; never emitted here.
         special_ids: ids that no text may have: special tokens, but for the unknown token.
         fingerprint: a hash of what decides about ids.
         files: content of its files, by name, with the name of its EOS; none of the built-in one.
@@ -81,39 +81,41 @@ class Tokenizer:
     def encode_long(self, text: str) -> np.ndarray:
         """The ids [N], uint32, of a text of any length, without the memory that its encoding takes.
 
-        Windows of the text overlap. A cut is made where two of them have the same tokens at the
-        same places for thousands of characters to both sides: what lies further away on either
-        side, and an added prefix, then has no part in them.
+        Windows of the text overlap. They are joined where two of them have the same tokens at the
+        same places for thousands of characters to both sides: characters further away on either
+        side, and an added prefix, then have no influence on these tokens.
 
         Raises:
             EncodingError: as :meth:`encode`, and where two windows nowhere agree.
         """
-        start, first, parts = 0, 0, []  # of the window; of what is in no part
+        # Where the window starts, and where the text starts that no part covers.
+        start, first, parts = 0, 0, []
 
-        def take(cut: float) -> None:
-            ids = [id for id, begin, _ in tokens if first <= begin < cut]
+        def take(stop: float) -> None:
+            ids = [id for id, begin, _ in tokens if first <= begin < stop]
             parts.append(np.array(ids, np.uint32))
 
         tokens = self._tokens(text[:WINDOW_CHARS], 0)
         while (end := start + WINDOW_CHARS) < len(text):
             start = end - OVERLAP_CHARS
             following = self._tokens(text[start : start + WINDOW_CHARS], start)
-            cut = _common_cut(tokens, following, end - OVERLAP_CHARS // 2)
-            if cut is None:
+            joint = _common_boundary(tokens, following, end - OVERLAP_CHARS // 2)
+            if joint is None:
                 raise EncodingError(
                     f"has {len(text):,} characters, and tokens that depend on more than "
                     f"{OVERLAP_CHARS:,} of them: split it into documents of at most "
                     f"{WINDOW_CHARS:,} characters"
                 )
-            take(cut)
-            tokens, first = following, cut
+            take(joint)
+            tokens, first = following, joint
         take(math.inf)
         return np.concatenate(parts)
 
     def _tokens(self, text: str, offset: int) -> list[Token]:
         """The tokens of a text that begins at ``offset``, none of them special.
 
-        Where one is, the text is cut inside it, so that its letters are two words.
+        Where a special token would be, the text is split inside it, so that its letters are two
+        words.
         """
         encoding = self.backend.encode(text, add_special_tokens=False)
         spans = encoding.offsets
@@ -142,7 +144,7 @@ class Tokenizer:
         return self.backend.decode([int(i) for i in ids], skip_special_tokens=False)
 
 
-def _common_cut(tokens: list[Token], following: list[Token], middle: int) -> int | None:
+def _common_boundary(tokens: list[Token], following: list[Token], middle: int) -> int | None:
     """The first place from ``middle`` on where a token begins in two windows that have the same
     tokens around it; None if they differ there."""
     near, far = middle - OVERLAP_CHARS // 4, middle + OVERLAP_CHARS // 4
@@ -176,7 +178,7 @@ def load_tokenizer(name: str) -> Tokenizer:
             raise
         raise DataError(f"{_named(name)} {TOKENIZER} cannot be read ({_line(error)})") from None
     if backend.post_processor is None:
-        # It adds nothing. transformers puts it there, and it is part of the fingerprint.
+        # This template adds nothing. transformers writes it too, and the fingerprint includes it.
         backend.post_processor = processors.TemplateProcessing(single="$A", pair="$A $B:1")
     eos, bos = _eos_token(name, backend, settings), _stated("bos_token", settings)[1]
     config = settings[CONFIG] | {"eos_token": settings[CONFIG].get("eos_token") or eos}
@@ -186,25 +188,25 @@ def load_tokenizer(name: str) -> Tokenizer:
 
 
 def _named(name: str) -> str:
-    return f"--tokenizer {printable(name)}:"
+    return f"--tokenizer {name}:"
 
 
 def _line(error: BaseException) -> str:
     """What an error says, in one line."""
     text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-    return printable((text.strip().splitlines() or [type(error).__name__])[0])
+    return (text.strip().splitlines() or [type(error).__name__])[0]
 
 
 def _make(
     name: str, backend, eos_id: int, files: dict[str, bytes], bos_id: int | None = None
 ) -> Tokenizer:
-    # Settings of a saved tokenizer that would silently cut or fill documents, or draw their ids.
+    # A saved tokenizer may truncate or pad documents, or choose their ids at random.
     backend.no_truncation()
     backend.no_padding()
     if getattr(backend.model, "dropout", None):
         backend.model.dropout = None
     text = backend.to_str()
-    # Not in the text. Letters that spell a special token are then letters, by its model.
+    # Text that spells a special token is encoded as its letters. ``text`` does not hold this flag.
     backend.encode_special_tokens = True
     model = json.loads(text)["model"]
     unknown = model.get("unk_token")
@@ -260,7 +262,7 @@ def _find(name: str) -> tuple[Path, str]:
 
 
 def _read_files(name: str) -> tuple[dict[str, bytes], dict[str, dict]]:
-    """Content of the files that make a tokenizer, and what is stated beside it; by file name."""
+    """By file name: the content of a tokenizer's files, and the settings in the files beside it."""
     reading, folder, files, settings = name, None, {}, {}
     try:
         folder, tokenizer = _find(name)
@@ -275,13 +277,11 @@ def _read_files(name: str) -> tuple[dict[str, bytes], dict[str, dict]]:
             if not isinstance(settings[reading], dict):
                 raise ValueError("holds no JSON object")
     except (OSError, ValueError) as error:
-        raise DataError(
-            f"{_named(name)} {printable(reading)} cannot be read ({_line(error)})"
-        ) from None
+        raise DataError(f"{_named(name)} {reading} cannot be read ({_line(error)})") from None
     if TOKENIZER not in files:
         raise DataError(
             f"{_named(name)} holds no {tokenizer}; write one with transformers: AutoTokenizer."
-            f'from_pretrained("{printable(name)}").save_pretrained("DIR"), and name DIR'
+            f'from_pretrained("{name}").save_pretrained("DIR"), and name DIR'
         )
     return files, settings
 
@@ -297,7 +297,7 @@ def _stated(key: str, settings: dict[str, dict]) -> tuple[str, Any]:
 
 
 def _eos_token(name: str, backend, settings: dict[str, dict]) -> str:
-    """The token that ends a document: by name beside the tokenizer, else by id beside a model."""
+    """The token that ends a document, named beside the tokenizer, else by its id beside a model."""
     file, token = _stated("eos_token", settings)
     if token is not None:
         if not isinstance(token, str) or backend.token_to_id(token) is None:
@@ -321,10 +321,10 @@ def _eos_token(name: str, backend, settings: dict[str, dict]) -> str:
 
 
 def generation_settings(directory: Path, tokenizer: Tokenizer) -> dict:
-    """What a model directory says of sampling, and of the ids at which a text begins and ends.
+    """The sampling settings of a model directory, and the ids at which a text begins and ends.
 
-    Where its ids do not hold the EOS of ``tokenizer``, they are of another one, and BOS and EOS of
-    this one take their place.
+    Ids that do not include the EOS of ``tokenizer`` belong to another tokenizer; BOS and EOS of
+    this one replace them.
 
     Raises:
         ValueError: in words that follow a flag, if a file cannot be read.

@@ -1,4 +1,4 @@
-"""Text → tokens on disk, once: the cache of what a tokenizer makes of a corpus."""
+"""Text → tokens on disk, once: the cache of tokenised corpora."""
 
 import contextlib
 import glob
@@ -22,12 +22,12 @@ from training.data.sources import DataError, Record, fault_of, one_line, open_so
 from training.data.token_cache import check_content, write_meta
 from training.data.tokenizer import WINDOW_CHARS, EncodingError, Tokenizer
 
-FORMAT = 2  # of the cache; a new number leaves old caches unread
+FORMAT = 2  # of the cache; a new number makes old caches unused
 BATCH_DOCUMENTS = 256
 
 
 class _Builder:
-    """One tokenisation of a corpus into a folder: what is written, and what is counted."""
+    """One tokenisation of a corpus into a folder, with its counts of documents and bad records."""
 
     def __init__(self, section: DataSection, tokenizer: Tokenizer):
         self.section, self.tokenizer = section, tokenizer
@@ -40,7 +40,7 @@ class _Builder:
         self.skipped += 1
 
     def write(self, records: Iterator[Record], folder: Path) -> None:
-        """Write train.bin, eval.bin and meta.json, all of them flushed to the disk.
+        """Write train.bin, eval.bin and meta.json, and flush them to the disk.
 
         Raises:
             DataError: for a bad record, and for an id that the tokenizer should not have.
@@ -49,7 +49,7 @@ class _Builder:
         largest, vocab_size = 0, self.tokenizer.vocab_size
         with open(folder / "train.bin", "wb") as train, open(folder / "eval.bin", "wb") as held_out:
             for text, ids in self.encode(records):
-                if not len(ids):  # a text that the tokenizer drops whole would leave a lone EOS
+                if not len(ids):  # a text that the tokenizer drops whole would be a lone EOS
                     self.skipped += 1
                     continue
                 self.documents += 1
@@ -90,7 +90,7 @@ class _Builder:
                     yield from zip(texts, self.tokenizer.encode(texts), strict=True)
                     continue
             except EncodingError:
-                pass  # one of them; which one is found alone
+                pass  # the loop below tells which text it was
             for where, text in batch:
                 try:
                     yield text, self.tokenizer.encode_long(text)
@@ -106,7 +106,7 @@ class _Builder:
 
 
 def _batches(texts: Iterator[tuple[str, str]]) -> Iterator[list[tuple[str, str]]]:
-    """Texts together until there are many; a very long one is alone."""
+    """Texts in batches bounded by number and characters; a very long text is a batch alone."""
     batch, chars = [], 0
     for where, text in texts:
         if batch and (len(batch) == BATCH_DOCUMENTS or chars + len(text) > WINDOW_CHARS):
@@ -153,7 +153,7 @@ def prepare_tokens(
     start, how = time.monotonic(), "from the cache"
     try:
         cache.mkdir(parents=True, exist_ok=True)
-        # What is there, be it a link to nothing, is checked below and not built anew.
+        # An existing entry, be it a link to nothing, is checked below and not built again.
         if not os.path.lexists(folder):
             with _lock(folder.with_suffix(".lock"), log) as alone, _threads():
                 if not os.path.lexists(folder):
@@ -183,9 +183,9 @@ def _temp_prefix(folder: Path) -> str:
 
 
 def _remove_leftovers(folder: Path) -> None:
-    """What killed builders of this host left; a live one of this host would hold the lock."""
-    for left in folder.parent.glob(f"{glob.escape(_temp_prefix(folder))}*"):
-        shutil.rmtree(left, ignore_errors=True)
+    """Remove folders of killed builders of this host; a live one of this host has the lock."""
+    for leftover in folder.parent.glob(f"{glob.escape(_temp_prefix(folder))}*"):
+        shutil.rmtree(leftover, ignore_errors=True)
 
 
 def _build(section: DataSection, tokenizer: Tokenizer, records: Callable, folder: Path) -> None:
@@ -201,7 +201,7 @@ def _build(section: DataSection, tokenizer: Tokenizer, records: Callable, folder
         try:
             os.rename(temp, folder)
         except OSError:
-            # Another node was faster: its folder stays, the content is the same.
+            # Another node was faster; the content of its folder is the same.
             if not folder.exists():
                 raise
         sync(folder.parent)
@@ -235,7 +235,7 @@ def _lock(path: Path, log: Callable[[str], None]) -> Iterator[bool]:
 
 @contextlib.contextmanager
 def _threads() -> Iterator[None]:
-    """All cores while tokenising, none of its threads later: a fork after it must not deadlock."""
+    """Use all cores while tokenising, and no threads later, so that a fork cannot deadlock."""
     set_here = "TOKENIZERS_PARALLELISM" not in os.environ
     if set_here:
         os.environ["TOKENIZERS_PARALLELISM"] = "true"

@@ -1,46 +1,19 @@
-"""What is measured: speed, FLOPs and their peak, memory."""
+"""What is measured of a training step: time, tokens, FLOPs, memory."""
 
 import contextlib
 import math
-import re
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from models.config import flops_per_token
 from parallel.layout import Layout
+from planner.machine import peak_flops
 from training.config.schema import Config
-
-# Dense bfloat16 tensor-core peak in FLOP/s of one device, by a word of its name. Datasheets that
-# state only the figure with 2:4 sparsity are halved.
-DEVICE_PEAK_FLOPS: dict[str, float] = {
-    "B200": 2250e12,  # NVIDIA DGX B200 datasheet: 72 PFLOPS sparse FP8 over 8 GPUs, BF16 is half
-    "H200 NVL": 835.5e12,  # NVIDIA H200 datasheet: 1,671 TFLOPS sparse
-    "H200": 989.4e12,  # NVIDIA H200 datasheet (SXM): 1,979 TFLOPS sparse
-    "H100 NVL": 835.5e12,  # NVIDIA H100 datasheet: 1,671 TFLOPS sparse
-    "H100 PCIe": 756.5e12,  # NVIDIA H100 datasheet: 1,513 TFLOPS sparse
-    "H100": 989.4e12,  # NVIDIA H100 datasheet (SXM): 1,979 TFLOPS sparse
-    "A100": 312e12,  # NVIDIA A100 datasheet
-    "L40S": 362.05e12,  # NVIDIA L40S datasheet
-    "MI300X": 1307.4e12,  # AMD Instinct MI300X datasheet
-}
-
-
-def peak_flops(device_name: str, dtype: str) -> float | None:
-    """Peak FLOP/s of a device of ``torch.cuda.get_device_name``; None where it is not known.
-
-    Only bfloat16 is known, and only for whole devices, not for a part of one (MIG).
-    """
-    if dtype != "bfloat16" or re.search(r"\bMIG\b", device_name):
-        return None
-    for word in sorted(DEVICE_PEAK_FLOPS, key=len, reverse=True):
-        # Whole words: an RTX A1000 is not an A100.
-        if re.search(rf"(?<!\w){word}(?!\w)", device_name):
-            return DEVICE_PEAK_FLOPS[word]
-    return None
 
 
 def _status_bytes(field: str) -> int | None:
@@ -103,7 +76,45 @@ def finite(record: dict) -> dict:
     return record | dict.fromkeys(bad) | {"non_finite": bad} if bad else record
 
 
+@dataclass(frozen=True)
+class Window:
+    """The steps since the last logged one.
+
+    Attributes:
+        steps: how many.
+        tokens: over all ranks.
+        seconds: of rank 0, as the next two.
+        data_seconds: waited for data.
+        update_seconds: from the end of each backward to that of its update.
+        peak_memory_bytes: of the rank with the most; None where it is unknown.
+    """
+
+    steps: int
+    tokens: int
+    seconds: float
+    data_seconds: float
+    update_seconds: float
+    peak_memory_bytes: int | None
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a token costs, and what it is spread over.
+
+    Attributes:
+        flops_per_token: of the model, forward and backward.
+        world_size: devices that share the work.
+        peak_flops: FLOP/s of one device at best; None where it is unknown.
+    """
+
+    flops_per_token: int
+    world_size: int
+    peak_flops: float | None
+
+
 def make_record(
+    window: Window,
+    work: Work,
     *,
     step: int,
     loss: float | None,
@@ -111,27 +122,16 @@ def make_record(
     lr: float,
     tokens: int,
     skipped_steps: int,
-    tokens_in_window: int,
-    seconds_in_window: float,
-    steps_in_window: int,
-    data_seconds: float,
-    update_seconds: float,
-    world_size: int,
-    flops_per_token: int,
-    peak_flops: float | None,
-    peak_memory_bytes: int | None,
 ) -> dict:
     """One line of metrics.jsonl.
 
-    The window is the steps since the last logged one: ``tokens_in_window`` over all ranks, and the
-    seconds of rank 0 (``data_seconds``: waited for data; ``update_seconds``: from the end of the
-    backward to that of the update). ``step_s``, ``data_s`` and ``update_s`` are per step,
-    ``tflops_per_device`` is in 1e12 FLOP/s, ``mfu`` a fraction, null for an unknown peak.
-    ``loss`` and ``grad_norm`` are null where the step was skipped; a number that is not finite is
-    null too, and named in ``non_finite``.
+    ``tokens`` and ``skipped_steps`` count from the first step of the run. ``step_s``, ``data_s``
+    and ``update_s`` are per step of the window, ``tflops_per_device`` is in 1e12 FLOP/s, ``mfu`` a
+    fraction, null for an unknown peak. ``loss`` and ``grad_norm`` are null where the step was
+    skipped; a number that is not finite is null too, and named in ``non_finite``.
     """
-    tokens_per_s = tokens_in_window / max(seconds_in_window, 1e-9)
-    flops_per_device = tokens_per_s * flops_per_token / world_size
+    tokens_per_s = window.tokens / max(window.seconds, 1e-9)
+    flops_per_device = tokens_per_s * work.flops_per_token / work.world_size
     record = {
         "step": step,
         "loss": loss,
@@ -140,13 +140,13 @@ def make_record(
         "tokens": tokens,
         "skipped_steps": skipped_steps,
         "tokens_per_s": tokens_per_s,
-        "tokens_per_s_per_device": tokens_per_s / world_size,
-        "step_s": seconds_in_window / steps_in_window,
-        "data_s": data_seconds / steps_in_window,
-        "update_s": update_seconds / steps_in_window,
-        "mfu": flops_per_device / peak_flops if peak_flops else None,
+        "tokens_per_s_per_device": tokens_per_s / work.world_size,
+        "step_s": window.seconds / window.steps,
+        "data_s": window.data_seconds / window.steps,
+        "update_s": window.update_seconds / window.steps,
+        "mfu": flops_per_device / work.peak_flops if work.peak_flops else None,
         "tflops_per_device": flops_per_device / 1e12,
-        "peak_memory_bytes": peak_memory_bytes,
+        "peak_memory_bytes": window.peak_memory_bytes,
         "time": time.time(),
     }
     return finite(record)
@@ -156,15 +156,13 @@ class Meter:
     """Times the steps since the last logged one, and turns them into a record."""
 
     def __init__(self, config: Config, layout: Layout, device: torch.device):
-        cuda = device.type == "cuda"
-        self._memory, self._cuda = PeakMemory(device), cuda
-        self._constants = {
-            "world_size": layout.world_size,
-            "flops_per_token": flops_per_token(config.model, config.step.seq_len),
-            "peak_flops": peak_flops(torch.cuda.get_device_name(device), config.step.dtype)
-            if cuda
-            else None,
-        }
+        self._memory, self._cuda = PeakMemory(device), device.type == "cuda"
+        name = torch.cuda.get_device_name(device) if self._cuda else "cpu"
+        self._work = Work(
+            flops_per_token=flops_per_token(config.model, config.step.seq_len),
+            world_size=layout.world_size,
+            peak_flops=peak_flops(name, config.step.dtype),
+        )
         self.restart()
 
     def restart(self) -> None:
@@ -209,14 +207,14 @@ class Meter:
         """Peak memory of this rank in the window."""
         return self._memory.peak_bytes()
 
-    def record(self, *, data_seconds: float, **known) -> dict:
-        """The record of the window; ``known`` are the fields that :func:`make_record` is told."""
-        return make_record(
-            **known,
+    def record(self, *, data_seconds: float, peak_memory_bytes: int | None, **fields) -> dict:
+        """The record of the window; ``fields`` are the keywords of :func:`make_record`."""
+        window = Window(
+            steps=self._steps,
+            tokens=self._tokens,
+            seconds=time.perf_counter() - self._started,
             data_seconds=data_seconds,
-            tokens_in_window=self._tokens,
-            seconds_in_window=time.perf_counter() - self._started,
-            steps_in_window=self._steps,
             update_seconds=self._update_seconds(),
-            **self._constants,
+            peak_memory_bytes=peak_memory_bytes,
         )
+        return make_record(window, self._work, **fields)

@@ -7,6 +7,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from parallel.mesh import Ranks
+from training.config.values import step_range
 from training.run.directory import LOGGER
 
 # Allocations and releases that a snapshot can hold; a step of a large model has some ten thousand.
@@ -21,9 +22,9 @@ class Profiler:
     pytorch.org/memory_viz.
     """
 
-    def __init__(self, steps: tuple[int, int] | None, folder: Path, ranks: Ranks):
-        """``steps``: first and last; None: nothing is recorded."""
-        self._first, self._last = steps or (0, 0)
+    def __init__(self, steps: str | None, folder: Path, ranks: Ranks):
+        """``steps``: of ``--profile``; None: nothing is recorded."""
+        self._first, self._last = step_range(steps) if steps else (0, 0)
         self._folder, self._name = folder, f"rank-{ranks.rank:05d}"
         self._cuda = ranks.device.type == "cuda"
         self._profile = None

@@ -11,6 +11,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Collection, Iterator
+from pathlib import Path
 
 import torch.distributed as dist
 
@@ -20,7 +21,7 @@ from common.output import say
 from common.text import duration
 from parallel.layout import Layout
 from parallel.mesh import Ranks
-from training.checkpoint.folder import checkpoint_name
+from training.checkpoint.folder import checkpoint_name, step_of
 from training.checkpoint.saver import CheckpointError, TrainState
 from training.config.schema import Config
 from training.config.values import seconds
@@ -45,7 +46,7 @@ def reporting(
     layout: Layout,
     ranks: Ranks,
     state: TrainState,
-    first_step: int,
+    checkpoint: Path | None,
     lines: list[str],
 ) -> Iterator[tuple[Reporter | None, Heartbeat]]:
     """The reporter of this run (None but on rank 0), its heartbeat, and what is said if it fails.
@@ -55,7 +56,7 @@ def reporting(
     speaks on stderr, since the others mostly fail of its absence.
 
     Args:
-        first_step: steps done before this start.
+        checkpoint: from which this start goes on.
         lines: what is said of the run.
     """
 
@@ -70,10 +71,9 @@ def reporting(
     reporter, heartbeat = None, Heartbeat(ranks, config.run.comm_timeout, stalled, diagnosis)
     try:
         if ranks.rank == 0:
+            first = step_of(checkpoint.name) if checkpoint else 0
             dump, steps = _described(config, layout), config.step.steps
-            reporter = Reporter(
-                run, config.run, config_dump=dump, first_step=first_step, steps=steps
-            )
+            reporter = Reporter(run, config.run, config_dump=dump, first_step=first, steps=steps)
             for line in lines:
                 reporter.message(line)
         yield reporter, heartbeat

@@ -68,11 +68,11 @@ def resaved(argv: list[str], port: int, folder: Path):
     """Run train_llm.main(), which writes what it has loaded to ``folder`` before it trains."""
     import training.loop
 
-    def save_first(engine, data, state, config, *more):
+    def save_first(engine, batches, data, state, config, *more):
         contents = Contents(engine.model, engine.optimizer, state, engine.ranks)
         with Checkpointer(folder, contents, config.run, identity={}) as checkpointer:
             checkpointer.finish()
-        return real(engine, data, state, config, *more)
+        return real(engine, batches, data, state, config, *more)
 
     real = training.loop.train
     with mock.patch("training.loop.train", save_first):

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer as Backend
 from common.errors import ConfigError
 from parallel.launch import Launch
 from recipes.export_hf.export import export
-from recipes.export_hf.tokenizer import load_run_tokenizer
+from recipes.export_hf.tokenizer import load_checkpoint_tokenizer
 from tests.runs import SMALL, forked
 from training.config.command_line import parse_flags
 from training.data import tokenizer as tokenizer_module
@@ -278,13 +278,13 @@ def test_a_run_keeps_its_tokenizer(folder_of, tmp_path, monkeypatch):
 
     fingerprint = load_tokenizer("moved").fingerprint
     identity = {"tokenizer": "tok", "tokenizer_fingerprint": fingerprint, "vocab_size": 500}
-    assert load_run_tokenizer(checkpoint, identity, "moved").name == "moved"
+    assert load_checkpoint_tokenizer(checkpoint, identity, "moved").name == "moved"
     with pytest.raises(ConfigError, match=r"--tokenizer .* gives other ids"):
-        load_run_tokenizer(checkpoint, identity, str(folder_of("gpt2")))
+        load_checkpoint_tokenizer(checkpoint, identity, str(folder_of("gpt2")))
     old = identity | {"tokenizer_fingerprint": None}
-    assert load_run_tokenizer(checkpoint, old, "bytes")
+    assert load_checkpoint_tokenizer(checkpoint, old, "bytes")
     with pytest.raises(ConfigError, match=r"has 257 ids, and the model .* has rows for 256"):
-        load_run_tokenizer(checkpoint, old | {"vocab_size": 256}, "bytes")
+        load_checkpoint_tokenizer(checkpoint, old | {"vocab_size": 256}, "bytes")
 
 
 def test_generation_settings_of_the_first_model_stay(folder_of, tmp_path):

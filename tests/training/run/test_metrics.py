@@ -17,30 +17,30 @@ import torch
 
 import training.run.reporter
 from common.files import append_line
-from models.config import LlamaConfig
+from models.config import LlamaConfig, flops_per_token
+from planner.machine import peak_flops
 from tests.runs import read_wandb, wandb_records
 from training.config.schema import RunSection
 from training.run.directory import RunDir
-from training.run.metrics import PeakMemory, flops_per_token, make_record, peak_flops
+from training.run.metrics import PeakMemory, Window, Work, make_record
 from training.run.reporter import Reporter
 
 KEY = "0123456789abcdef0123456789abcdef01234567"
-RAW = {
+WINDOW = {
+    "steps": 10,
+    "tokens": 20480,
+    "seconds": 9.75,
+    "data_seconds": 0.5,
+    "update_seconds": 0.25,
+    "peak_memory_bytes": 1 << 30,
+}
+STEP = {
     "step": 10,
     "loss": 4.1234,
     "grad_norm": 1.2345,
     "lr": 3e-3,
     "tokens": 20480,
     "skipped_steps": 0,
-    "tokens_in_window": 20480,
-    "seconds_in_window": 9.75,
-    "steps_in_window": 10,
-    "data_seconds": 0.5,
-    "update_seconds": 0.25,
-    "world_size": 4,
-    "flops_per_token": 25_000_000,
-    "peak_flops": None,
-    "peak_memory_bytes": 1 << 30,
 }
 
 
@@ -59,8 +59,9 @@ def run_dir(tmp_path):
     return RunDir(path)
 
 
-def record(**changes):
-    return make_record(**{**RAW, **changes})
+def record(peak_flops=None, **changes):
+    work = Work(flops_per_token=25_000_000, world_size=4, peak_flops=peak_flops)
+    return make_record(Window(**WINDOW), work, **STEP | changes)
 
 
 def report(run_dir, mode="disabled", stream=None, **changes):
