@@ -15,18 +15,6 @@ from recipes.compare_layouts.results import Run
 from training.config.options import planner_options
 
 
-def _deviations(rows: list[dict], reference: list[dict], quantity: str) -> tuple[list, list]:
-    """Steps at which both runs have the number, and |a-b|/|b| there (1 if only b is zero)."""
-    expected = {row["step"]: row[quantity] for row in reference}
-    steps, values = [], []
-    for row in rows:
-        a, b = row[quantity], expected.get(row["step"])
-        if a is not None and b is not None:
-            steps.append(row["step"])
-            values.append(abs(a - b) / (abs(b) or abs(a) or 1.0))
-    return steps, values
-
-
 def _bytes_per_step(run: Run) -> int:
     """Bytes of all tensors that a rank communicates in an optimizer step, each counted whole.
 
@@ -71,8 +59,14 @@ def _compare(run: Run, reference: Run, bounds: dict[str, dict[int, float]]) -> d
     """The deviations of a run, the largest, and the first step at which one is above its bound."""
     curves, largest, above = {}, {}, {}
     for quantity in QUANTITIES:
-        steps, values = _deviations(run.rows, reference.rows, quantity)
-        points = list(zip(steps, values, strict=True))
+        expected = {row["step"]: row[quantity] for row in reference.rows}
+        points = []
+        for row in run.rows:
+            step, a, b = row["step"], row[quantity], expected.get(row["step"])
+            if a is not None and b is not None:
+                # 1 if only b is zero.
+                points.append((step, abs(a - b) / (abs(b) or abs(a) or 1.0)))
+        steps, values = [step for step, _ in points], [value for _, value in points]
         curves[quantity] = {"step": steps, "value": values}
         # The first step with the largest deviation; None without a step in common.
         worst = max(points, key=lambda point: point[1], default=None)

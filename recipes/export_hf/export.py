@@ -225,19 +225,10 @@ def parse_command(argv: list[str]) -> argparse.Namespace:
     parser = make_parser("export_hf", __doc__)
     add = parser.add_argument
     add("out", type=Path, metavar="OUT_DIR", help="a directory that is new or empty")
-    add(
-        "--dtype",
-        choices=tuple(DTYPES),
-        help="of the written weights (default: that of the checkpoint, float32, or float64 for a "
-        "float64 run)",
-    )
-    add(
-        "--max-shard-size",
-        default="5GB",
-        metavar="SIZE",
-        help="largest safetensors file, as in 500MB; one larger tensor has a file of its own "
-        "(default: 5GB)",
-    )
+    default = "that of the checkpoint, float32, or float64 for a float64 run"
+    add("--dtype", choices=tuple(DTYPES), help=f"of the written weights (default: {default})")
+    text = "largest safetensors file, as in 500MB; one larger tensor has a file of its own"
+    add("--max-shard-size", default="5GB", metavar="SIZE", help=f"{text} (default: 5GB)")
     return parser.parse_args(argv)
 
 
