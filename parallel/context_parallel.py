@@ -7,6 +7,7 @@ S x S exists. Source: "The Llama 3 Herd of Models" (2024), section 3.3.2.
 """
 
 import functools
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -73,13 +74,22 @@ def _attend_to_prefix(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, cp_rank: int, cp: int, group: str) -> Tensor:
+def _attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    cp_rank: int,
+    cp: int,
+    group: str,
+    attention: Callable[[Tensor, Tensor, Tensor], Tensor] = _attend_to_prefix,
+) -> Tensor:
     """[B, heads, S / cp, head_dim] each -> [B, query heads, S / cp, head_dim]."""
     k, v = _GatherSequence.apply(torch.stack((k, v)), group, cp).unbind()
     chunk, outputs = q.shape[2] // 2, []
     for number, part in zip((cp_rank, 2 * cp - 1 - cp_rank), q.chunk(2, dim=2), strict=True):
         end = (number + 1) * chunk
-        outputs.append(_attend_to_prefix(part, k[:, :, :end], v[:, :, :end]))
+        outputs.append(attention(part, k[:, :, :end], v[:, :, :end]))
     return torch.cat(outputs, dim=2)
 
 

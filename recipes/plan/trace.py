@@ -5,16 +5,15 @@ weights; mesh, ``parallelize()``, FSDP2, pipeline and optimizer are those of a r
 """
 
 import contextlib
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.pipelining.stage import InferenceMode
-from torch.overrides import TorchFunctionMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from models.decoder import Llama
@@ -46,16 +45,20 @@ class Traced:
     sent: dict[tuple[str, str, int], int]
 
 
-class _FlashAttention(TorchFunctionMode):
-    """Attention by the operation that a GPU chooses, for a causal mask that ends at the last key.
+def _flash_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """The operation that a GPU chooses, for a causal mask that ends at the last key.
 
     torch chooses by the device, and without CUDA it has no fake tensors that can compute there.
     """
+    return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True)[0]
 
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        if func is F.scaled_dot_product_attention:
-            return torch.ops.aten._scaled_dot_product_flash_attention(*args[:3], 0.0, True)[0]
-        return func(*args, **(kwargs or {}))
+
+def _use_flash_attention(model: Llama) -> None:
+    for block in model.model.layers.values():
+        attend, flash = block.self_attn.attend, _flash_attention
+        # With context parallelism, of each chunk to its prefix.
+        chunked = isinstance(attend, functools.partial)
+        block.self_attn.attend = functools.partial(attend, attention=flash) if chunked else flash
 
 
 @contextlib.contextmanager
@@ -96,11 +99,12 @@ def trace(config: Config, layout: Layout, pp_rank: int, blocks: int, *, cuda: bo
     short = config.model.model_copy(update={"num_hidden_layers": blocks * max(1, len(stages))})
     config = config.model_copy(update={"model": short})
     options = planner_options(config, cuda)
-    operations = _FlashAttention() if cuda else contextlib.nullcontext()
-    with fake_rank(layout, rank) as ranks, operations:
+    with fake_rank(layout, rank) as ranks:
         with torch.device("meta"):
             model = Llama(short).to(setup.parameter_dtype(config))
         parts = parallelize(model, ranks.mesh, options, zero=layout.zero, stages=stages)
+        if cuda:
+            _use_flash_attention(model)
         # Not before: FSDP2 looks at numbers of its mesh, which fake tensors do not have.
         with FakeTensorMode(allow_non_fake_inputs=True):
             pipeline = setup.make_pipeline(config, parts, stages, layout, ranks)
@@ -118,11 +122,14 @@ def trace(config: Config, layout: Layout, pp_rank: int, blocks: int, *, cuda: bo
 def _step(engine: Engine, tokens: Tensor) -> Traced:
     """One optimizer step."""
     model, optimizer, layout, within = engine.model, engine.optimizer, engine.layout, []
-    # Between the backwards of two units.
-    hooks = [
-        unit.register_full_backward_pre_hook(lambda *_: within.append(stored(model, optimizer)))
-        for unit in fsdp_units(model)
-    ]
+
+    def sample_before_backward(_, __, output: Tensor) -> None:
+        if output.requires_grad:
+            output.register_hook(lambda _: within.append(stored(model, optimizer)))
+
+    # Norm and head are one unit, whose backward begins with the last of them.
+    units = {unit._get_fsdp_state(): unit for unit in fsdp_units(model)}.values()
+    hooks = [unit.register_forward_hook(sample_before_backward) for unit in units]
     with CountCollectives() as counter:
         share = forward_backward(engine, [(tokens, tokens)] * layout.micro_batches, 1)
         end = stored(model, optimizer)

@@ -2,6 +2,7 @@
 
 import re
 import shutil
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from benchmarks import memory
 from common.errors import LayoutError
 from models.config import LlamaConfig
+from models.weights import Weight
 from parallel import activation_checkpoint
 from parallel.data_parallel import fsdp_units
 from parallel.launch import Launch
@@ -216,7 +218,9 @@ def state_on_another_device() -> bool:
     meta = TensorMeta(model.weight.shape, model.weight.stride(), torch.float32)
     spec = DTensorSpec(mesh, (Shard(0),), tensor_meta=meta)
     model.weight = torch.nn.Parameter(DTensor(model.weight.detach(), spec, requires_grad=False))
-    optimizer = ShardedOptimizer(model, OptimizerSection())
+    model.config, table = None, {"weight": Weight("weight", (2, 4), "column")}
+    with mock.patch("training.optimizers.sharded.all_weights", lambda config: table):
+        optimizer = ShardedOptimizer(model, OptimizerSection())
     (shard,) = optimizer.shards
     state = optimizer._inner.state[shard]
     named = optimizer.named_state()
