@@ -93,50 +93,66 @@ def test_a_store_that_is_gone(heart, store):
 
 
 def place(
-    *, waits: str | None = None, at: str = "models/decoder.py:1 forward", **last: int
+    *, rank: int, waits: str | None = None, at: str = "models/decoder.py:1 forward", **last: int
 ) -> dict:
-    """Where a rank stands in the groups of 2x2: numbers of its last tp, dp and world collectives,
-    of which it waits in one."""
-    rank = last.pop("rank")
-    ranks = {
-        "tp": "0-1" if rank < 2 else "2-3", "dp": "0, 2" if rank % 2 == 0 else "1, 3",
-        "checkpoint": "0-3",
-    }  # fmt: skip
+    """Where a rank stands in the groups of 2x2.
+
+    Args:
+        waits: the group in whose last collective the rank waits.
+        last: numbers of the rank's last tp, dp and checkpoint collectives.
+    """
+    tp, dp = ("0-1" if rank < 2 else "2-3"), ("0, 2" if rank % 2 == 0 else "1, 3")
+    ranks = {"tp": tp, "dp": dp, "checkpoint": "0-3"}
     groups = {dim: {"dim": dim, "ranks": ranks[dim], "last": n} for dim, n in last.items()}
+    common = {"op": "gloo:all_reduce", "p2p": False}
     entries = [
-        {"group": dim, "op": "gloo:all_reduce", "number": n, "p2p": False,
-         "state": "scheduled" if dim == waits else "completed"}
+        {"group": dim, "number": n, "state": "scheduled" if dim == waits else "completed"} | common
         for dim, n in last.items()
-    ]  # fmt: skip
+    ]
     entries.sort(key=lambda entry: entry["group"] == waits)
-    phase = "checkpoint" if "checkpoint" in last else "forward and backward"
-    return {"phase": phase, "collectives": entries, "groups": groups,
-            "threads": [{"frames": [at]}], "our_code": at}  # fmt: skip
+    return {
+        "phase": "checkpoint" if "checkpoint" in last else "forward and backward",
+        "collectives": entries,
+        "groups": groups,
+        "threads": [{"frames": [at]}],
+        "our_code": at,
+    }
 
 
 P2P = "/torch/distributed/pipelining/schedules.py:683 _wait_batch_p2p"
+IN_TP = {"tp": 9, "waits": "tp"}
+IN_DP = {"tp": 8, "dp": 5, "waits": "dp"}
+SAVED = {"checkpoint": 7, "waits": "checkpoint"}
+# By name, where each rank stands (None: it has not said), and who holds up the others.
+PLACES = {
+    "3 waits for 2 in tp, 2 for 0 in dp, 1 for 0 in tp; 0 sleeps": (
+        [
+            {"tp": 8, "dp": 4},
+            {"dp": 4} | IN_TP,
+            {"tp": 8, "dp": 5, "waits": "dp"},
+            {"dp": 4} | IN_TP,
+        ],
+        [0],
+    ),
+    "all have joined: the transport, or a device, is slow": ([IN_TP | {"dp": 4}] * 4, []),
+    "nobody waits: a long phase of all ranks alike": ([{"tp": 9, "dp": 4}] * 4, []),
+    "3 writes its shard, and the others have gathered": (
+        [SAVED] * 3 + [{"dp": 4, "checkpoint": 6}],
+        [3],
+    ),
+    "two are asleep, each in a tp group of its own": ([{"tp": 8}, IN_TP, {"tp": 8}, IN_TP], [0, 2]),
+    "a pipeline of four, whose receives are not recorded": (
+        [{"at": P2P}, {}, {"at": P2P}, {"at": P2P}],
+        [1],
+    ),
+    "a rank that has not said where it is moves, or has not come": (
+        [None, IN_TP, {"tp": 9, "dp": 4, "waits": "dp"}, None],
+        [0, 3],
+    ),
+}
 
 
-@pytest.mark.parametrize(
-    ("places", "roots"),
-    [
-        # 3 waits for 2 in tp, 2 for 0 in dp, 1 for 0 in tp; 0 sleeps.
-        ([{"tp": 8, "dp": 4}, {"tp": 9, "dp": 4, "waits": "tp"},
-          {"tp": 8, "dp": 5, "waits": "dp"}, {"tp": 9, "dp": 4, "waits": "tp"}], [0]),
-        # All have joined: the transport, or a device, is slow.
-        ([{"tp": 9, "dp": 4, "waits": "tp"}] * 4, []),
-        # Nobody waits: a long phase of all ranks alike.
-        ([{"tp": 9, "dp": 4}] * 4, []),
-        # 3 writes its shard, and the others have gathered; the training stands in no collective.
-        ([{"checkpoint": 7, "waits": "checkpoint"}] * 3 + [{"dp": 4, "checkpoint": 6}], [3]),
-        # Two are asleep, each in a tp group of its own.
-        ([{"tp": 8}, {"tp": 9, "waits": "tp"}, {"tp": 8}, {"tp": 9, "waits": "tp"}], [0, 2]),
-        # A pipeline of four, whose receives are not recorded.
-        ([{"at": P2P}, {}, {"at": P2P}, {"at": P2P}], [1]),
-        # The one that has not said where it is moves, or has not come.
-        ([None, {"tp": 9, "waits": "tp"}, {"tp": 9, "dp": 4, "waits": "dp"}, None], [0, 3]),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("places", "roots"), PLACES.values(), ids=PLACES)
 def test_who_stands_at_the_end_of_all_waiting(places, roots):
     told = {r: place(rank=r, **kwargs) for r, kwargs in enumerate(places) if kwargs is not None}
     if None in places:
