@@ -46,8 +46,9 @@ from training.config.schema import Config, flag, to_toml
 from training.data.batches import TokenData, open_tokens
 from training.data.tokenizer import Tokenizer
 from training.data.tokens import prepare_tokens
-from training.run.directory import RunDir, rank_logger
+from training.run.directory import RunDir
 from training.run.launcher import report_failure
+from training.run.logs import rank_logger
 from training.run.tokenizer import keep_tokenizer
 from training.start import launch_ids, refuse
 from training.step import Engine, batch_loss
@@ -253,7 +254,9 @@ def begin_run(config: Config, layout: Layout, start: Start) -> None:
                 f"--run-dir {config.run_dir} cannot be written ({error.strerror}): make room, or "
                 "name another directory"
             ) from None
-    rank_logger(run, ranks.rank).info("started on %s as %s", socket.gethostname(), ranks.device)
+    rank_logger(run.log_file(ranks.rank), ranks.rank).info(
+        "started on %s as %s", socket.gethostname(), ranks.device
+    )
 
 
 def _start_record(layout: Layout, ranks: Ranks, hosts: list[str]) -> dict:

@@ -16,7 +16,8 @@ from common.text import rank_ranges
 from launch.diagnose.__main__ import main
 from tests.ranks import RankError, free_port
 from tests.runs import REPO, SMALL, run_main
-from training.run.directory import RunDir, rank_logger
+from training.run.directory import RunDir
+from training.run.logs import rank_logger
 
 
 def record(rank: int, **fields) -> dict:
@@ -123,13 +124,13 @@ diagnosis = Diagnosis(RunDir(pathlib.Path(sys.argv[1])), SimpleNamespace(rank=0,
 ctypes.string_at(0)
 """
     run = make_run(tmp_path / "run", 1, [])
-    rank_logger(RunDir(run), 0).info("started on here as cpu")
+    rank_logger(RunDir(run).log_file(0), 0).info("started on here as cpu")
     crash = subprocess.run([sys.executable, "-c", code, run], cwd=REPO, capture_output=True)
     assert crash.returncode == -signal.SIGSEGV
     text = diagnose(run)
     assert "Rank 0 crashed: Segmentation fault (at File" in text and "in string_at" in text
     assert "in string_at" in diagnose(run, "--stacks", 0)
-    rank_logger(RunDir(run), 0).info("started on here as cpu")
+    rank_logger(RunDir(run).log_file(0), 0).info("started on here as cpu")
     assert "crashed" not in diagnose(run)
 
 

@@ -1,4 +1,4 @@
-"""What a rank leaves of itself when a run hangs or fails: where it was, and in which collective."""
+"""The post-mortem of a rank when a run hangs or fails: its stacks and its last collectives."""
 
 import contextlib
 import faulthandler
@@ -26,23 +26,23 @@ from parallel.mesh import Ranks
 from training.run.directory import RunDir
 from training.run.waiting import current
 
-# Of each group: a device may have thousands of collectives queued behind the one that is stuck.
+# Collectives written of each group: a device may have thousands queued behind a stuck one.
 OLDEST_UNFINISHED, NEWEST = 5, 10
 
 
 class Diagnosis:
-    """Writes the files of this rank in the ``diagnosis`` folder of a run.
+    """Writes the post-mortem of this rank into the ``diagnosis`` folder of a run.
 
-    Nothing here raises, and nothing that may block (a disk that is gone, a device that does not
-    answer the recorder) runs in the thread of the caller. From the construction on, a crash of the
-    interpreter leaves its stacks in the rank's log, and SIGUSR2 ends nothing.
+    No method raises, and nothing that may block (a disk that is gone, a device that does not answer
+    the flight recorder) runs in the thread of the caller. While the object lives, a crash of the
+    interpreter writes its stacks into the rank's log, and SIGUSR2 does not end the process.
     """
 
     def __init__(self, run: RunDir, ranks: Ranks):
         self._run, self._rank, self._mesh = run, ranks.rank, ranks.mesh
         self._error: dict = {}
         with contextlib.suppress(OSError):
-            # Kept open by faulthandler, which writes where nothing can be opened any more.
+            # faulthandler keeps the file open: a crash is too late to open one.
             faulthandler.enable(run.log_file(ranks.rank).open("a"))
         self.asked_by_signal()
 
@@ -57,26 +57,26 @@ class Diagnosis:
         return False
 
     def note(self, error: BaseException, *, lost_peer: bool) -> None:
-        """Remember what the main thread raised; every later file of this rank holds it.
+        """Remember the exception of the main thread; every later post-mortem of this rank has it.
 
         Args:
-            lost_peer: it was raised by a collective that a peer has left.
+            lost_peer: a collective raised the exception because a peer has left.
         """
         try:
-            said = masked(str(error))
+            message = masked(str(error))
             text = masked("".join(traceback.format_exception(error)))
-        except Exception:  # of an error that cannot say what it is
-            said = text = "an error without words"
+        except Exception:  # raised by the exception's own __str__
+            message = text = "an error without words"
         frames = [(frame, line) for frame, line in traceback.walk_tb(error.__traceback__)][::-1]
         self._error = {
-            "error": f"{type(error).__name__}: {said}"[:2000],
+            "error": f"{type(error).__name__}: {message}"[:2000],
             "lost_peer": lost_peer,
             "traceback": text[-20000:],
             "frames": _frames(frames),
         }
 
     def calls(self) -> int:
-        """How many collectives, sends and receives this rank has begun: more while it moves."""
+        """How many collectives, sends and receives this rank has begun."""
         total = 0
         for group in list(dist.distributed_c10d._world.pg_map):
             with contextlib.suppress(RuntimeError):
@@ -84,7 +84,7 @@ class Diagnosis:
         return total
 
     def place(self, phase: str) -> dict:
-        """Where this rank stands, in a few words, for :mod:`training.run.waiting`."""
+        """Where this rank stands: a short post-mortem for :mod:`training.run.waiting`."""
         lost = self._error.get("lost_peer", False)
         collectives, groups = _collectives(self._mesh, lost, phase)
         threads = _threads(self._error.get("frames"))[:1]
@@ -101,11 +101,11 @@ class Diagnosis:
     def write(
         self, request: int, step: int, phase: str, then: Callable[[], None] = lambda: None
     ) -> threading.Thread:
-        """Write the file of this rank, in the thread that is returned, and call ``then``.
+        """Write the post-mortem of this rank and call ``then``, in the thread that is returned.
 
         Args:
-            request: grows with each request to all ranks; a file with a lower one than others have
-                is of a rank that has not answered.
+            request: number of the request to all ranks. A rank whose file has a lower number than
+                those of others has not answered.
         """
 
         def write() -> None:
@@ -134,11 +134,11 @@ class Diagnosis:
         return thread
 
     def write_beats(self, request: int, beats: list[Sequence]) -> threading.Thread:
-        """Write what all ranks last said of themselves, for those that write nothing any more.
+        """Write the last beats of all ranks, some of which may not answer any more.
 
         Args:
             request: as in :meth:`write`.
-            beats: of every rank its :class:`training.run.heartbeat.Beat`.
+            beats: the :class:`training.run.heartbeat.Beat` of every rank.
         """
         record = {"time": time.time(), "request": request, "beats": beats}
         path = self._run.diagnosis / "beats.json"
@@ -149,7 +149,7 @@ class Diagnosis:
 
 @functools.cache
 def _signals() -> int:
-    """The pipe in which the numbers of signals arrive; Python has one for a process."""
+    """The pipe into which the C handler writes the numbers of signals; a process has one."""
     reading, writing = os.pipe()
     for fd in (reading, writing):
         os.set_blocking(fd, False)
@@ -171,7 +171,7 @@ def _replace(path: Path, record: dict) -> None:
 
 
 def _frames(frames: Iterable) -> list[str]:
-    """``file:line function``, innermost first; files of this repository are relative to it."""
+    """``file:line function`` of each frame; paths inside this repository are relative to it."""
 
     def name(frame) -> str:
         file = Path(frame.f_code.co_filename)
@@ -184,39 +184,63 @@ def _threads(raised: list[str] | None) -> list[dict]:
     """The stacks of all threads but the caller's, the main thread's first.
 
     Args:
-        raised: where the main thread was, if it is handling an error.
+        raised: frames at which the main thread raised, if it is handling an exception.
     """
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     main, own = threading.main_thread().ident, threading.get_ident()
-    found = sorted(sys._current_frames().items(), key=lambda item: item[0] != main)
+    stacks = sorted(sys._current_frames().items(), key=lambda item: item[0] != main)
     return [
         {
-            # Threads that C++ has made, as autograd's, have no name here.
+            # Threads of C++, such as autograd's, have no name in Python.
             "name": names.get(ident, f"thread {ident}"),
             "frames": raised if raised and ident == main else _frames(traceback.walk_stack(frame)),
         }
-        for ident, frame in found
+        for ident, frame in stacks
         if ident != own
     ]
 
 
 def _entries() -> list[dict] | None:
-    """What torch's flight recorders hold, in the order of time; None if nothing is recorded."""
-    found, recorded = [], False
-    # Gloo and NCCL have one each; NCCL's is in builds with CUDA only.
+    """The entries of torch's flight recorders in the order of time; None without a recorder."""
+    entries, recorded = [], False
+    # Gloo and NCCL have one each; NCCL's is only in builds with CUDA.
     for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):
         with contextlib.suppress(AttributeError, RuntimeError, ValueError, KeyError):
-            found += json.loads(getattr(c10d, name)())["entries"]
+            entries += json.loads(getattr(c10d, name)())["entries"]
             recorded = True
-    return sorted(found, key=lambda entry: entry["time_created_ns"]) if recorded else None
+    return sorted(entries, key=lambda entry: entry["time_created_ns"]) if recorded else None
+
+
+def _failed_entry(entries: list[dict], phase: str) -> dict | None:
+    """The entry of the collective that raised: the last one of the thread that was in ``phase``."""
+    # A save has a thread and a group of its own.
+    saving = [e for e in entries if e["process_group"][1] == "checkpoint"]
+    training = [e for e in entries if e["process_group"][1] != "checkpoint"]
+    candidates = saving if saving and "checkpoint" in phase else training
+    return candidates[-1] if candidates else None
+
+
+def _collective(entry: dict, failed: bool) -> dict:
+    """An entry of the flight recorder as the post-mortem has it."""
+    state = "completed" if entry["retired"] else entry["state"]
+    return {
+        "group": entry["process_group"][0],
+        "op": entry["profiling_name"],
+        "number": entry["p2p_seq_id" if entry["is_p2p"] else "collective_seq_id"],
+        "p2p": entry["is_p2p"],
+        "state": "failed" if failed else state,
+        "sizes": [entry["input_sizes"], entry["output_sizes"]],
+        "dtypes": entry["input_dtypes"],
+        "time": entry["time_created_ns"] / 1e9,
+    }
 
 
 def _collectives(mesh: DeviceMesh, failed: bool, phase: str) -> tuple[list[dict] | None, dict]:
-    """The last collectives of this rank, oldest first, and the groups they are of.
+    """The last collectives of this rank, oldest first, and their groups.
 
     Args:
-        failed: the last one has failed, which the recorder takes for an end like any other.
-        phase: of the training; in a checkpoint, it may be one of the thread that saves.
+        failed: the last one has failed. The recorder takes a failure for an end like any other.
+        phase: of the training.
 
     Returns:
         The collectives (None: not recorded), and for each group its ``dim``, its global ``ranks``
@@ -225,39 +249,22 @@ def _collectives(mesh: DeviceMesh, failed: bool, phase: str) -> tuple[list[dict]
     entries = _entries()
     if entries is None:
         return None, {}
-    kept, by_group = [], {}
-    # A save goes on in a thread of its own; what has failed is of the training.
-    training = [e for e in entries if e["process_group"][1] != "checkpoint"]
-    saving = [e for e in entries if e["process_group"][1] == "checkpoint"]
-    candidates = saving if saving and "checkpoint" in phase else training
-    failure = candidates[-1] if failed and candidates else None
+    failure = _failed_entry(entries, phase) if failed else None
+    by_group, groups, chosen = {}, {}, []
     for order, entry in enumerate(entries):
-        name, description = entry["process_group"]
-        found = {
-            "group": name,
-            "op": entry["profiling_name"],
-            "number": entry["p2p_seq_id" if entry["is_p2p"] else "collective_seq_id"],
-            "p2p": entry["is_p2p"],
-            "state": "completed" if entry["retired"] else entry["state"],
-            "sizes": [entry["input_sizes"], entry["output_sizes"]],
-            "dtypes": entry["input_dtypes"],
-            "time": entry["time_created_ns"] / 1e9,
-        }
-        if entry is failure:
-            found["state"] = "failed"
-        by_group.setdefault((name, description), []).append((order, found))
-    groups = {}
+        collective = _collective(entry, entry is failure)
+        by_group.setdefault(tuple(entry["process_group"]), []).append((order, collective))
     for (name, description), ordered in by_group.items():
         unfinished = [pair for pair in ordered if pair[1]["state"] != "completed"]
-        kept += unfinished[:OLDEST_UNFINISHED]
-        kept += [pair for pair in ordered[-NEWEST:] if pair not in unfinished[:OLDEST_UNFINISHED]]
-        numbers = [found["number"] for _, found in ordered if not found["p2p"]]
+        oldest = unfinished[:OLDEST_UNFINISHED]
+        chosen += oldest + [pair for pair in ordered[-NEWEST:] if pair not in oldest]
+        numbers = [collective["number"] for _, collective in ordered if not collective["p2p"]]
         groups[name] = {
             "dim": _dim(mesh, name, description),
             "ranks": _members(name),
             "last": max(numbers, default=0),
         }
-    return [found for _, found in sorted(kept, key=lambda pair: pair[0])], groups
+    return [collective for _, collective in sorted(chosen, key=lambda pair: pair[0])], groups
 
 
 def _dim(mesh: DeviceMesh, name: str, description: str) -> str:

@@ -4,16 +4,16 @@ import contextlib
 import gc
 from collections.abc import Iterator
 
-# Steps between two collections, which take milliseconds.
+# Steps between two collections; each takes milliseconds.
 EVERY = 50
 
 
 @contextlib.contextmanager
 def collecting_together() -> Iterator[None]:
-    """Leave it to :func:`collect`, and what is there already out for good.
+    """Collect only in :func:`collect`, and never the objects that exist already.
 
     By itself the collector runs when a rank happens to have made enough objects, while all other
-    ranks wait for it. Tensors do not wait to be collected unless they are in a cycle.
+    ranks wait. Tensors are freed without it, unless they are in a reference cycle.
     """
     gc.collect()
     gc.freeze()

@@ -1,8 +1,8 @@
 """Which rank is stuck, and where: every rank tells the others its step and phase.
 
 A rank that waits in a collective cannot tell why the others do not come. So a thread of each
-process writes into the store what its training is doing, and ends the process when the training
-has stood still for too long because of a rank that is gone or behind.
+process writes into the store of the launch what its training is doing, and ends the process when
+the training has stood still for too long because of a rank that is gone or behind.
 """
 
 import contextlib
@@ -19,9 +19,9 @@ from training.run.waiting import find_roots
 
 
 class Beat(NamedTuple):
-    """What a rank last said: ``beats`` grows while its process lives, ``moves`` while it trains.
+    """The last message of a rank: ``beats`` grows while it lives, ``moves`` while it trains.
 
-    ``place`` is where its training stands (``Diagnosis.place``), None while it moves.
+    ``place`` is where its training stands (:meth:`Diagnosis.place`), None while it moves.
     """
 
     beats: int
@@ -33,7 +33,7 @@ class Beat(NamedTuple):
 
 
 class Stall(NamedTuple):
-    """The rank that the others wait for, its last step, a line that says so, and who is silent."""
+    """The rank that the others wait for, its last step, a line about it, and all silent ranks."""
 
     rank: int
     step: int
@@ -42,14 +42,14 @@ class Stall(NamedTuple):
 
 
 class Heartbeat:
-    """The pulse of this rank, and the watch over all of them.
+    """Sends the beats of this rank and watches those of all ranks.
 
     Args:
         limit: seconds that the training may stand still: no phase ends, and no collective begins.
-            One that stands still on all ranks alike, as in a long save, is left alone.
-        on_stall: called from the watching thread, since the training is stuck; it is to end the
+            A training that stands still on all ranks alike, as in a long save, is left alone.
+        on_stall: called from the watching thread, since the main thread is stuck; has to end the
             process.
-        diagnosis: writes where this rank is, when a rank asks for it.
+        diagnosis: writes the post-mortem of this rank, when a rank asks for it.
     """
 
     def __init__(
@@ -62,20 +62,20 @@ class Heartbeat:
         self._rank, self._world_size = ranks.rank, ranks.launch.world_size
         self._limit, self._on_stall, self._diagnosis = limit, on_stall, diagnosis
         self._interval = min(2.0, limit / 20)
-        # How long an answer to ask_all may take: a beat to hear of it, and two to write.
+        # Seconds to wait for the answers to ask_all: a beat to read the request, and two to write.
         self._patience = min(5.0, 3 * self._interval)
         self._beats, self._now, self._moved = 0, (0, 0, "start"), time.monotonic()
         self._stopped, self._answered, self._calls = threading.Event(), 0, 0
-        self._place, self._look = None, threading.Thread()
-        # A client of its own, since a wait in the training would keep this one waiting too.
+        self._place, self._looking = None, threading.Thread()
+        # The training's own client would make this thread wait while the training waits.
         self._store = ranks.store.clone() if self._world_size > 1 else None
         self._beat()
         threading.Thread(target=self._watch, name="heartbeat", daemon=True).start()
 
     def at(self, step: int, phase: str) -> None:
-        """Note what this rank does from now on; all ranks note the same phases in the same order.
+        """Note the phase that begins; all ranks note the same phases in the same order.
 
-        It is an assignment: the thread does the rest.
+        The call costs an assignment: the thread does the rest.
         """
         self._now, self._moved = (self._now[0] + 1, step, phase), time.monotonic()
 
@@ -86,20 +86,20 @@ class Heartbeat:
     def leave(
         self, error: BaseException | None = None, lost_peer: bool = False
     ) -> threading.Thread:
-        """Write the diagnosis of this rank, in the thread that is returned.
+        """Write the post-mortem of this rank, in the thread that is returned.
 
         Args:
-            error, lost_peer: what the training has raised, as in :meth:`Diagnosis.note`.
+            error, lost_peer: the exception that ends the training, as in :meth:`Diagnosis.note`.
         """
         if error:
             self._diagnosis.note(error, lost_peer=lost_peer)
         return self._diagnosis.write(self._answered + 1, *self._now[1:])
 
     def ask_all(self, silent: Collection[int] = ()) -> None:
-        """Have every rank leave its diagnosis, and this one what all have last said.
+        """Have every rank write its post-mortem, and this one also the last beats of all.
 
-        Takes at most about five seconds, less where all answer. Without the store nobody can be
-        asked, and this rank alone leaves its own.
+        This takes at most about five seconds, less where all answer. Without the store no other
+        rank can be asked, and this rank writes its own alone.
 
         Args:
             silent: ranks that are known not to answer.
@@ -109,14 +109,13 @@ class Heartbeat:
             self.leave()
             return
         if beats := self._read_all():
-            # First, in case this process is ended while it waits; ranks without an answer have
-            # nothing later to say.
+            # Before the wait, in which this process may be ended.
             self._diagnosis.write_beats(asked, [beat[:5] for beat in beats]).join(1)
         others = (rank for rank in range(self._world_size) if rank not in silent)
         keys = [f"diagnosis/{asked}/{rank}" for rank in others]
         end = time.monotonic() + self._patience
         while time.monotonic() < end:
-            self._beat()  # which is also the answer of this rank
+            self._beat()  # also answers for this rank
             if self._ask(lambda: self._store.check(keys)) is not False:
                 break  # all have answered, or the store is gone
             time.sleep(self._interval / 4)
@@ -133,7 +132,7 @@ class Heartbeat:
             time.sleep(self._interval / 4)
 
     def find_stall(self) -> Stall | None:
-        """Who keeps the others waiting, found by listening for a few seconds; None if nobody."""
+        """Listen for a few seconds: the rank that keeps the others waiting, or None."""
         first = self._read_all()
         for _ in range(3 if first else 0):
             time.sleep(self._interval)
@@ -146,15 +145,15 @@ class Heartbeat:
             return Stall(0, 0, message)
         silent = [r for r in range(self._world_size) if last[r].beats == first[r].beats]
         behind = min(beat.moves for beat in last)
-        # A rank that has just gone on, or joined the others, is not at the end of both.
+        # A rank that has meanwhile gone on, or joined the others, is a root of only one of the two.
         roots = [r for r in self._roots(last) if r in self._roots(first)]
         if silent:
             ranks, what = silent, "does not answer: its process is stopped or gone"
         elif behind < last[self._rank].moves:
-            # Nobody waits for this rank here; where one does, it is the one that says so. Behind by
-            # an instant, at the end of a long phase of all ranks, is no reason to end.
+            # A rank that is itself behind never comes here: those ahead name it. At the end of a
+            # long phase of all ranks, some are behind for an instant: that ends nothing.
             slow = [r for r in range(self._world_size) if last[r].moves == behind]
-            # Of those in one phase, others may wait for the one that does not come.
+            # Of several in the same phase, some may wait for one that is in no collective.
             ranks, what = [r for r in slow if r in roots] or slow, "is behind"
         elif roots and self._rank not in roots and last[self._rank].place:
             ranks, what = roots, "is in no collective"
@@ -174,8 +173,8 @@ class Heartbeat:
         return find_roots({rank: beat.place for rank, beat in enumerate(beats) if beat.place})
 
     def _watch(self) -> None:
-        # The listening takes three intervals; with three to spare, one of them until a collective
-        # is seen to have begun, it ends before the timeout of a collective.
+        # Listening takes three intervals. Three more are spare, one of them until a collective is
+        # seen to have begun, so that listening ends before the timeout of the collective.
         patience = self._limit - 6 * self._interval - self._patience
         while not self._stopped.wait(self._interval):
             self._beat()
@@ -194,10 +193,10 @@ class Heartbeat:
         self._beats += 1
         if time.monotonic() - self._moved < 2 * self._interval:
             self._place = None
-        elif not self._look.is_alive():
-            # In a thread: a device that is stuck may not answer the recorder.
-            self._look = threading.Thread(target=self._look_around, daemon=True)
-            self._look.start()
+        elif not self._looking.is_alive():
+            # In a thread: the flight recorder may wait for a device that is stuck.
+            self._looking = threading.Thread(target=self._update_place, daemon=True)
+            self._looking.start()
         beat = json.dumps(Beat(self._beats, *self._now, socket.gethostname(), self._place))
 
         def tell() -> int:
@@ -209,31 +208,31 @@ class Heartbeat:
             self._answered, key = asked, f"diagnosis/{asked}/{self._rank}"
             self._diagnosis.write(asked, *self._now[1:], then=lambda: self._store.set(key, ""))
 
-    def _look_around(self) -> None:
+    def _update_place(self) -> None:
         moved = self._moved
         place = self._diagnosis.place(self._now[2])
         self._place = place if moved == self._moved else None
 
     def _read_all(self) -> list[Beat] | None:
-        """The last beat of each rank; None if the store does not answer."""
+        """The last beat of each rank, or None if the store does not answer."""
         keys = [f"heartbeat/{rank}" for rank in range(self._world_size)]
 
         def read() -> list[Beat]:
-            # To ask for the beat of a rank that has not come this far would be to wait for it.
-            known = keys
+            # The store would wait for the key of a rank that has not sent a beat.
+            present = keys
             if not self._store.check(keys):
-                known = [key for key in keys if self._store.check([key])]
-            beats = dict(zip(known, self._store.multi_get(known), strict=True))
+                present = [key for key in keys if self._store.check([key])]
+            beats = dict(zip(present, self._store.multi_get(present), strict=True))
             never = json.dumps(Beat(0, -1, 0, "start", "an unknown host"))
             return [Beat(*json.loads(beats.get(key, never))) for key in keys]
 
         return self._ask(read)
 
     def _ask(self, call: Callable[[], Any]) -> Any:
-        """The store's answer; None if it has none within an interval, or is gone.
+        """The store's answer; None if none comes within an interval, or if there is no store.
 
-        Without torchrun the store lives in rank 0, which may be killed or stopped like any other,
-        and its own timeout is that of a start, minutes long. One process alone has none.
+        Without torchrun the store is in rank 0, which may be killed or stopped like any other. The
+        store's own timeout, made for the start, is minutes long. One process alone has no store.
         """
         if self._store is None:
             return None

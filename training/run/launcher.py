@@ -1,7 +1,7 @@
-"""The torchrun that started this process: whether it is there, and what it prints. Torch-free.
+"""The torchrun that started this process: whether it lives, and what it prints. Torch-free.
 
-A rank outlives a torchrun that is killed, and nobody would see it train, hold the run directory and
-its GPUs. What starts a run without torchrun may end, as a shell does before ``nohup``.
+A rank outlives a torchrun that is killed, and would go on unseen, with the run directory locked and
+its GPUs in use. A run without torchrun may outlive its parent, as with ``nohup``.
 """
 
 import contextlib
@@ -27,14 +27,15 @@ class Launcher:
 
     Attributes:
         started: ``time.monotonic()`` when this process began.
-        training: whether the run stops by itself in its next step; until then this process ends.
+        training: whether the training loop looks for torchrun, and stops without it; before that,
+            :meth:`watch_start` ends the process.
     """
 
     def __init__(self):
         self.started, self.training = time.monotonic(), False
         self._top, self._parent = os.getpid(), os.getppid()
         self._watched = MARK in os.environ
-        # Of the process that torchrun has started, which is a wrapper where that one does not exec.
+        # torchrun's child may be a wrapper around this process: its parent is the one to watch.
         with contextlib.suppress(OSError, ValueError, IndexError):
             while self._watched and self._is_worker(self._parent):
                 self._top, self._parent = self._parent, _parent(self._parent)
@@ -56,7 +57,7 @@ class Launcher:
             return True  # with the wrapper
 
     def watch_start(self) -> None:
-        """End this process with torchrun for as long as there is nothing to save."""
+        """End this process as soon as torchrun has ended, until the training loop has begun."""
         if self._watched:
             threading.Thread(target=self._watch, name="launcher", daemon=True).start()
 
@@ -70,11 +71,11 @@ class Launcher:
 
 
 def report_failure(message: str) -> None:
-    """Write what torchrun is to print of this process, beside its exit code."""
+    """Write the message that torchrun prints beside the exit code of this process."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path:
         return
-    # torchrun shows the stack in place of the message.
+    # torchrun prints the stack, not the message.
     extra = {"py_callstack": message, "timestamp": str(int(time.time()))}
     with contextlib.suppress(OSError):
         Path(path).write_text(

@@ -1,4 +1,4 @@
-"""Where metrics are shown: metrics.jsonl, the terminal, wandb."""
+"""Where metrics go: metrics.jsonl, the terminal, wandb."""
 
 import contextlib
 import json
@@ -33,9 +33,12 @@ class Reporter:
         steps: int,
         stream: TextIO | None = None,
     ):
-        """``first_step``: steps done before this start; ``steps``: of the whole run.
+        """Open the wandb run, and the bar if there is a terminal.
 
-        ``stream``: where progress is shown; none: stdout.
+        Args:
+            first_step: steps done before this start.
+            steps: of the whole run.
+            stream: where progress is shown; by default stdout.
         """
         self._run_dir, self._steps, self._stream = run_dir, steps, stream or sys.stdout
         self.rows: list[dict] = []  # of this start
@@ -62,16 +65,16 @@ class Reporter:
         self._bar.start()
 
     def _append(self, path: Path, record: dict) -> None:
-        waiting = bool(self._unwritten)
+        disk_was_full = bool(self._unwritten)
         self._unwritten.append((path, json.dumps(record, allow_nan=False)))
         try:
             self.flush()
         except OSError as error:
-            if not waiting and not self._run_dir.is_lost():
+            if not disk_was_full and not self._run_dir.is_lost():
                 self.message(f"{path} cannot be written ({error.strerror}); training goes on")
 
     def flush(self) -> None:
-        """Write the lines that a full disk has kept from being written, in their order.
+        """Write, in their order, the lines that a full disk did not take.
 
         Raises:
             OSError: if the disk is still full.
@@ -82,7 +85,7 @@ class Reporter:
             del self._unwritten[0]
 
     def sync(self) -> None:
-        """Put on the disk what has been recorded, before a checkpoint that goes as far is."""
+        """Flush the recorded lines to the disk, ahead of the checkpoint of the same step."""
         with contextlib.suppress(OSError):
             self.flush()
             for file in (self._run_dir.metrics_jsonl, self._run_dir.eval_jsonl):

@@ -21,29 +21,29 @@ from training.run.directory import RunDir
 
 
 def load_run_tokenizer(config: Config, launch: Launch) -> Tokenizer:
-    """The tokenizer that ``--tokenizer`` names; where that has gone, the copy that the run keeps.
+    """The tokenizer that ``--tokenizer`` names; if it has gone, the copy that the run keeps.
 
-    Makes the path in the config absolute, so that it means the same in another folder.
+    The path in the config becomes absolute, so that it means the same in another folder.
 
     Raises:
         DataError: if neither can be read.
     """
-    name, kept = config.data.tokenizer, RunDir(config.run_dir).tokenizer
+    name, copy = config.data.tokenizer, RunDir(config.run_dir).tokenizer
     path = os.path.expanduser(name)
     if name != "bytes" and os.path.lexists(path):
         name = config.data.tokenizer = os.path.abspath(path)
     try:
         return load_tokenizer(name)
     except DataError as error:
-        if not os.path.lexists(kept / TOKENIZER):
+        if not os.path.lexists(copy / TOKENIZER):
             raise
         if launch.rank == 0:
-            say(f"train_llm.py: warning: {error}: going on with its copy in {kept}", sys.stderr)
-        return load_tokenizer(str(kept))
+            say(f"train_llm.py: warning: {error}: going on with its copy in {copy}", sys.stderr)
+        return load_tokenizer(str(copy))
 
 
 def keep_tokenizer(config: Config, tokenizer: Tokenizer, run: RunDir) -> None:
-    """Copy into the run what an export of it needs, unless it is there: whole or not at all.
+    """Copy the files that an export needs into the run, all or none, unless they are there.
 
     Raises:
         OSError: from the disk. ConfigError: if a file of ``--init-from`` cannot be read.
@@ -58,7 +58,7 @@ def keep_tokenizer(config: Config, tokenizer: Tokenizer, run: RunDir) -> None:
     if not files or os.path.lexists(run.tokenizer):
         return
     temporary = run.tokenizer.with_name(".tokenizer.tmp")
-    shutil.rmtree(temporary, ignore_errors=True)  # of a start that was killed
+    shutil.rmtree(temporary, ignore_errors=True)  # from a start that was killed
     temporary.mkdir()
     for name, content in files.items():
         (temporary / name).write_bytes(content)

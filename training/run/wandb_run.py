@@ -46,8 +46,8 @@ def wandb_key_configured() -> bool:
     # RuntimeError: there is no home directory.
     with contextlib.suppress(OSError, RuntimeError, netrc.NetrcParseError):
         file = Path(os.environ.get("NETRC") or Path.home() / ".netrc")
-        known = netrc.netrc(file)
-        return any((known.authenticators(host) or ("", "", ""))[2] for host in hosts)
+        accounts = netrc.netrc(file)
+        return any((accounts.authenticators(host) or ("", "", ""))[2] for host in hosts)
     return False
 
 

@@ -15,12 +15,13 @@ import pytest
 
 from common.errors import ConfigError
 from common.files import write_atomic
-from training.run.directory import RunDir, rank_logger
+from training.run.directory import RunDir
+from training.run.logs import rank_logger
 
 HOLD = """
 import sys, time
 from pathlib import Path
-from training.run_dir import RunDir
+from training.run.directory import RunDir
 RunDir(Path(sys.argv[1])).lock()
 print("held", flush=True)
 time.sleep(60)
@@ -395,12 +396,12 @@ def test_write_atomic_syncs_before_it_replaces(tmp_path, monkeypatch):
 
 def test_rank_logger_writes_to_its_own_file_only(tmp_path, capfd):
     run_dir = RunDir(tmp_path)
-    logger = rank_logger(run_dir, 3)
+    logger = rank_logger(run_dir.log_file(3), 3)
     logger.info("hello")
-    rank_logger(run_dir, 3).warning("again")
+    rank_logger(run_dir.log_file(3), 3).warning("again")
     lines = run_dir.log_file(3).read_text().splitlines()
     assert [line.split(" rank=3 ")[1] for line in lines] == ["INFO hello", "WARNING again"]
-    rank_logger(run_dir, 0).info("other")
+    rank_logger(run_dir.log_file(0), 0).info("other")
     assert len(run_dir.log_file(3).read_text().splitlines()) == 2
     assert capfd.readouterr() == ("", "")
     assert logger is logging.getLogger("parallel_recipes") and len(logger.handlers) == 1
@@ -411,7 +412,7 @@ def test_no_secret_of_an_error_is_written(run_dir, monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "hf_very_secret")
     text = "401 for hf_very_secret at https://me:very@host/x"
     run_dir.fail(0, 3, text)
-    rank_logger(run_dir, 0).error(text)
+    rank_logger(run_dir.log_file(0), 0).error(text)
     files = [path.read_text() for path in (run_dir.status_json, run_dir.log_file(0))]
     assert all("401 for *** at https://***@host/x" in said for said in files)
     assert not any("very" in said for said in files)

@@ -1,4 +1,4 @@
-"""Who is named when the training stands still, with hearts of several ranks in one process."""
+"""Who is named when the training stands still, with heartbeats of several ranks in one process."""
 
 import json
 import os
@@ -26,16 +26,16 @@ def store():
 @pytest.fixture
 def heart(store, tmp_path):
     """Make the heart of a rank among three; all are stopped in the end."""
-    made = []
+    hearts = []
 
     def make(rank: int, limit: float = LIMIT, on_stall=lambda stall: None) -> Heartbeat:
         launch, mesh = SimpleNamespace(world_size=3), SimpleNamespace(mesh_dim_names=())
         ranks = SimpleNamespace(rank=rank, launch=launch, mesh=mesh, store=store)
-        made.append(Heartbeat(ranks, limit, on_stall, Diagnosis(RunDir(tmp_path), ranks)))
-        return made[-1]
+        hearts.append(Heartbeat(ranks, limit, on_stall, Diagnosis(RunDir(tmp_path), ranks)))
+        return hearts[-1]
 
     yield make
-    for heartbeat in made:
+    for heartbeat in hearts:
         heartbeat.stop()
 
 
@@ -54,10 +54,10 @@ def test_a_silent_rank(heart):
     hearts[2].stop()
     time.sleep(0.3)
     hearts[0].at(6, "evaluation")
-    found = hearts[0].find_stall()
-    assert (found.rank, found.step) == (2, 5)
-    assert "rank 2 on " in found.message and "last in step 5, logging" in found.message
-    assert "Rank 0 waits for it in step 6, evaluation" in found.message
+    stall = hearts[0].find_stall()
+    assert (stall.rank, stall.step) == (2, 5)
+    assert "rank 2 on " in stall.message and "last in step 5, logging" in stall.message
+    assert "Rank 0 waits for it in step 6, evaluation" in stall.message
 
 
 def test_a_rank_that_is_behind_is_blamed_by_those_ahead_alone(heart):
@@ -67,15 +67,15 @@ def test_a_rank_that_is_behind_is_blamed_by_those_ahead_alone(heart):
     for each in hearts[:2]:
         each.at(5, "evaluation")
     time.sleep(0.3)
-    found = hearts[0].find_stall()
-    assert found.rank == 2 and "is behind; last in step 5, logging" in found.message
+    stall = hearts[0].find_stall()
+    assert stall.rank == 2 and "is behind; last in step 5, logging" in stall.message
     assert hearts[2].find_stall() is None
 
 
 def test_a_rank_that_never_came(heart):
     hearts = [heart(rank) for rank in (0, 2)]
-    found = hearts[0].find_stall()
-    assert found.rank == 1 and "unknown host" in found.message
+    stall = hearts[0].find_stall()
+    assert stall.rank == 1 and "unknown host" in stall.message
 
 
 def test_a_store_that_is_gone(heart, store):
@@ -87,56 +87,67 @@ def test_a_store_that_is_gone(heart, store):
 
     first._store = SimpleNamespace(set=gone, check=gone, multi_get=gone)
     started = time.monotonic()
-    found = first.find_stall()
-    assert found.rank == 0 and "does not answer" in found.message
+    stall = first.find_stall()
+    assert stall.rank == 0 and "does not answer" in stall.message
     assert time.monotonic() - started < 1
 
 
 def place(
-    *, waits: str | None = None, at: str = "models/decoder.py:1 forward", **last: int
+    *, rank: int, waits: str | None = None, at: str = "models/decoder.py:1 forward", **last: int
 ) -> dict:
-    """Where a rank stands in the groups of 2x2: numbers of its last tp, dp and world collectives,
-    of which it waits in one."""
-    rank = last.pop("rank")
-    ranks = {
-        "tp": "0-1" if rank < 2 else "2-3", "dp": "0, 2" if rank % 2 == 0 else "1, 3",
-        "checkpoint": "0-3",
-    }  # fmt: skip
+    """Where a rank stands in the groups of 2x2.
+
+    Args:
+        waits: the group in whose last collective the rank waits.
+        last: numbers of the rank's last tp, dp and checkpoint collectives.
+    """
+    tp, dp = ("0-1" if rank < 2 else "2-3"), ("0, 2" if rank % 2 == 0 else "1, 3")
+    ranks = {"tp": tp, "dp": dp, "checkpoint": "0-3"}
     groups = {dim: {"dim": dim, "ranks": ranks[dim], "last": n} for dim, n in last.items()}
+    common = {"op": "gloo:all_reduce", "p2p": False}
     entries = [
-        {"group": dim, "op": "gloo:all_reduce", "number": n, "p2p": False,
-         "state": "scheduled" if dim == waits else "completed"}
+        {"group": dim, "number": n, "state": "scheduled" if dim == waits else "completed"} | common
         for dim, n in last.items()
-    ]  # fmt: skip
+    ]
     entries.sort(key=lambda entry: entry["group"] == waits)
-    phase = "checkpoint" if "checkpoint" in last else "forward and backward"
-    return {"phase": phase, "collectives": entries, "groups": groups,
-            "threads": [{"frames": [at]}], "our_code": at}  # fmt: skip
+    return {
+        "phase": "checkpoint" if "checkpoint" in last else "forward and backward",
+        "collectives": entries,
+        "groups": groups,
+        "threads": [{"frames": [at]}],
+        "our_code": at,
+    }
 
 
 P2P = "/torch/distributed/pipelining/schedules.py:683 _wait_batch_p2p"
+IN_TP = {"tp": 9, "waits": "tp"}
+IN_DP = {"tp": 8, "dp": 5, "waits": "dp"}
+SAVED = {"checkpoint": 7, "waits": "checkpoint"}
+# By name, where each rank stands (None: it has not said), and who holds up the others.
+PLACES = {
+    "3 waits for 2 in tp, 2 for 0 in dp, 1 for 0 in tp; 0 sleeps": (
+        [{"tp": 8, "dp": 4}, IN_TP | {"dp": 4}, IN_DP, IN_TP | {"dp": 4}],
+        [0],
+    ),
+    "all have joined: the transport, or a device, is slow": ([IN_TP | {"dp": 4}] * 4, []),
+    "nobody waits: a long phase of all ranks alike": ([{"tp": 9, "dp": 4}] * 4, []),
+    "3 writes its shard, and the others have gathered": (
+        [SAVED] * 3 + [{"dp": 4, "checkpoint": 6}],
+        [3],
+    ),
+    "two are asleep, each in a tp group of its own": ([{"tp": 8}, IN_TP, {"tp": 8}, IN_TP], [0, 2]),
+    "a pipeline of four, whose receives are not recorded": (
+        [{"at": P2P}, {}, {"at": P2P}, {"at": P2P}],
+        [1],
+    ),
+    "a rank that has not said where it is moves, or has not come": (
+        [None, IN_TP, IN_DP | {"tp": 9, "dp": 4}, None],
+        [0, 3],
+    ),
+}
 
 
-@pytest.mark.parametrize(
-    ("places", "roots"),
-    [
-        # 3 waits for 2 in tp, 2 for 0 in dp, 1 for 0 in tp; 0 sleeps.
-        ([{"tp": 8, "dp": 4}, {"tp": 9, "dp": 4, "waits": "tp"},
-          {"tp": 8, "dp": 5, "waits": "dp"}, {"tp": 9, "dp": 4, "waits": "tp"}], [0]),
-        # All have joined: the transport, or a device, is slow.
-        ([{"tp": 9, "dp": 4, "waits": "tp"}] * 4, []),
-        # Nobody waits: a long phase of all ranks alike.
-        ([{"tp": 9, "dp": 4}] * 4, []),
-        # 3 writes its shard, and the others have gathered; the training stands in no collective.
-        ([{"checkpoint": 7, "waits": "checkpoint"}] * 3 + [{"dp": 4, "checkpoint": 6}], [3]),
-        # Two are asleep, each in a tp group of its own.
-        ([{"tp": 8}, {"tp": 9, "waits": "tp"}, {"tp": 8}, {"tp": 9, "waits": "tp"}], [0, 2]),
-        # A pipeline of four, whose receives are not recorded.
-        ([{"at": P2P}, {}, {"at": P2P}, {"at": P2P}], [1]),
-        # The one that has not said where it is moves, or has not come.
-        ([None, {"tp": 9, "waits": "tp"}, {"tp": 9, "dp": 4, "waits": "dp"}, None], [0, 3]),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("places", "roots"), PLACES.values(), ids=PLACES)
 def test_who_stands_at_the_end_of_all_waiting(places, roots):
     told = {r: place(rank=r, **kwargs) for r, kwargs in enumerate(places) if kwargs is not None}
     if None in places:
@@ -170,14 +181,16 @@ def test_one_rank_asks_and_all_leave_their_diagnosis(heart, tmp_path):
     started = time.monotonic()
     hearts[0].ask_all()
     assert time.monotonic() - started < 1
-    found = [json.loads((tmp_path / f"diagnosis/rank-0000{r}.json").read_text()) for r in range(3)]
-    assert [(f["rank"], f["step"], f["phase"]) for f in found] == [
+    records = [
+        json.loads((tmp_path / f"diagnosis/rank-0000{r}.json").read_text()) for r in range(3)
+    ]
+    assert [(f["rank"], f["step"], f["phase"]) for f in records] == [
         (rank, 5, "evaluation") for rank in range(3)
     ]
-    assert found[1]["threads"][0]["name"] == "MainThread"
+    assert records[1]["threads"][0]["name"] == "MainThread"
     assert any(
         "tests/training/run/test_heartbeat.py" in frame
-        for frame in found[1]["threads"][0]["frames"]
+        for frame in records[1]["threads"][0]["frames"]
     )
     assert len(json.loads((tmp_path / "diagnosis/beats.json").read_text())["beats"]) == 3
 

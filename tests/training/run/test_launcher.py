@@ -11,7 +11,7 @@ from training.run.launcher import report_failure
 
 CHILD = """
 import time
-from training.launcher import Launcher
+from training.run.launcher import Launcher
 launcher = Launcher()
 print(launcher.gone(), flush=True)
 deadline = time.monotonic() + float({patience})

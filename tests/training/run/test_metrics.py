@@ -328,17 +328,17 @@ def test_offline_run_shows_each_step_once_under_one_id(run_dir, tmp_path):
         newest = Path(said[0].split()[-1])
         assert newest == sorted(run_dir.path.glob("wandb/offline-run-*"))[-1]
 
-    found = read_wandb(run_dir.path)
+    history = read_wandb(run_dir.path)
     assert len(list(run_dir.path.glob("wandb/offline-run-*"))) == 3
-    assert found.ids == [run_dir.wandb_id()] * 3
-    assert found.axes == [("*", "step")] * 3
-    train = [row for row in found.rows if "loss" in row]
+    assert history.ids == [run_dir.wandb_id()] * 3
+    assert history.axes == [("*", "step")] * 3
+    train = [row for row in history.rows if "loss" in row]
     assert [row["step"] for row in train] == [1, 2, 3, 4]
     assert [row["loss"] for row in train[:3]] == [4.0, 3.0, 2.0]
     assert [row["non_finite_steps"] for row in train] == [0, 0, 0, 1]
-    assert [row["step"] for row in found.rows if row.get("eval_loss") == 2.5] == [3, 4]
-    assert [row["_step"] for row in found.rows] == [1, 2, 3, 4]
-    assert found.config["step"] == {"seed": 0}
+    assert [row["step"] for row in history.rows if row.get("eval_loss") == 2.5] == [3, 4]
+    assert [row["_step"] for row in history.rows] == [1, 2, 3, 4]
+    assert history.config["step"] == {"seed": 0}
 
     shutil.copytree(run_dir.path, tmp_path / "fork", symlinks=True)
     assert RunDir(tmp_path / "fork").wandb_id() != run_dir.wandb_id()
@@ -365,9 +365,9 @@ def test_what_a_killed_process_had_not_written_is_filled_in(run_dir):
     for step in (3, 4):
         reporter.log(record(step=step))
     reporter.close()
-    found = read_wandb(run_dir.path)
-    assert [(row["step"], row["_step"]) for row in found.rows] == [(1, 1), (2, 2), (3, 3), (4, 4)]
-    assert set(found.ids) == {run_dir.wandb_id()}
+    history = read_wandb(run_dir.path)
+    assert [(row["step"], row["_step"]) for row in history.rows] == [(1, 1), (2, 2), (3, 3), (4, 4)]
+    assert set(history.ids) == {run_dir.wandb_id()}
 
 
 @pytest.mark.parametrize("mode", ["online", "offline"])
@@ -513,14 +513,14 @@ def test_variables_of_wandb_beat_our_defaults_and_flags_beat_them(run_dir, tmp_p
     commands = [line.partition("upload with: ")[2] for line in done.stdout.splitlines()]
     files = sorted(tmp_path.glob("*/wandb/*run-*/*.wandb"), key=os.path.getmtime)
     assert commands == [f"wandb sync {file.parent}" for file in files], done
-    found = [
+    runs = [
         (r.run.project, r.run.display_name, r.run.run_group, list(r.run.tags), r.run.run_id)
         for file in files
         for r in wandb_records(file)
         if r.WhichOneof("record_type") == "run"
     ]
-    first = found[0][-1]
-    assert found == [
+    first = runs[0][-1]
+    assert runs == [
         ("parallel-recipes", "", "", [], first),
         ("p", "n", "g", ["a", "b"], first),
         ("q", "m", "h", ["c"], "mine"),
