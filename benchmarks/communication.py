@@ -21,7 +21,8 @@ from training.config.command_line import Parser
 
 MODEL = """
     --hidden-size 256 --intermediate-size 704 --num-hidden-layers 4 --num-attention-heads 8
-    --num-key-value-heads 8 --vocab-size 512 --seq-len 256 --global-batch-size 32 --batch-size 4
+    --num-key-value-heads 8 --vocab-size 512 --seq-len 256 --global-batch-size 32
+    --micro-batch-size 4
 """.split()  # noqa: SIM905
 FLOAT, DOUBLE = 4, 8
 
@@ -49,8 +50,8 @@ def minimum(training_flags: list[str], sizes: dict[str, int]) -> collections.Cou
     m, step = config.model, config.step
     tp, pp, cp = sizes["tp"], sizes["pp"], sizes["cp"]
     replicas, shards = sizes["dp_replicate"], sizes["dp"] * cp
-    micro = step.global_batch_size // (step.batch_size * sizes["dp"] * replicas)
-    tokens, blocks = step.batch_size * step.seq_len // cp, m.num_hidden_layers // pp
+    micro = step.global_batch_size // (step.micro_batch_size * sizes["dp"] * replicas)
+    tokens, blocks = step.micro_batch_size * step.seq_len // cp, m.num_hidden_layers // pp
     stream, d = tokens * m.hidden_size * FLOAT, m.hidden_size
     cut = config.layout.sequence_parallel == "on"
     first_and_last = pp == 1

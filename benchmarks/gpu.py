@@ -53,7 +53,7 @@ class Transformers:
         with torch.device("cuda"):
             self.model = LlamaForCausalLM(LlamaConfig(**fields, use_cache=False))
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
-        shape = (config.step.batch_size, config.step.seq_len)
+        shape = (config.step.micro_batch_size, config.step.seq_len)
         self._tokens = torch.randint(0, model.vocab_size, shape, device="cuda")
         self.tokens_per_step = self._tokens.numel()
 
@@ -111,7 +111,7 @@ def main() -> int:
     per_step = ["--global-batch-size", str(SEQUENCES * launch.world_size)]
     cases = [(m, o, [*MODELS[m], *OPTIONS[o], *per_step]) for m in MODELS for o in OPTIONS]
     if launch.world_size == 1:
-        small = ["--batch-size", str(SEQUENCES)]
+        small = ["--micro-batch-size", str(SEQUENCES)]
         cases += [(m, "transformers", [*MODELS[m], *per_step, *small]) for m in MODELS]
     for model, option, flags in cases:
         torch.manual_seed(0)

@@ -98,7 +98,7 @@ def measure(config: LlamaConfig, layout: Layout, ranks: Ranks, seq_len: int) -> 
     init_weights(model, 0)
     optimizer = ShardedOptimizer(model, OptimizerSection())
     found, moments = {}, []
-    tokens = torch.randint(0, config.vocab_size, (layout.batch_size, seq_len + 1))
+    tokens = torch.randint(0, config.vocab_size, (layout.micro_batch_size, seq_len + 1))
     pair = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
     batch = _Watched([pair] * 2, lambda: found.update({WHEN[0]: _held(model, optimizer)}))
     real = FSDPParamGroup.post_backward
@@ -120,7 +120,7 @@ def activation_formula(
 
     Of one sequence of so many tokens, on a rank of ``tp``.
     """
-    layout = Layout(dp=1, tp=tp, batch_size=1, micro_batches=1)
+    layout = Layout(dp=1, tp=tp, micro_batch_size=1, micro_batches=1)
     options = Options(
         seq_len=tokens,
         sequence_parallel=sequence_parallel,
@@ -139,7 +139,7 @@ def activations(config: LlamaConfig, layout: Layout, ranks: Ranks, seq_len: int,
     parallelize(model, ranks.mesh, ParallelOptions(dtype="float32", **options), zero=layout.zero)
     model.to_empty(device=ranks.device)
     init_weights(model, 0)
-    tokens = torch.randint(0, config.vocab_size, (layout.batch_size, seq_len))
+    tokens = torch.randint(0, config.vocab_size, (layout.micro_batch_size, seq_len))
     for _ in range(2):  # the first makes what stays, as the tables of RoPE
         batch_loss(model, tokens, tokens, ranks).backward()
     with LiveBytes() as live:
@@ -161,14 +161,14 @@ def model_config() -> LlamaConfig:
 def measure_stage(launch: Launch, zero: int) -> dict:
     """:func:`measure` on this rank."""
     n = launch.world_size
-    layout = make_layout(n, Dims(), global_batch_size=2 * n, batch_size=1, zero=zero)
+    layout = make_layout(n, Dims(), global_batch_size=2 * n, micro_batch_size=1, zero=zero)
     return measure(model_config(), layout, init_ranks(launch, layout, 600), 64)
 
 
 def measure_activations(launch: Launch, sequence_parallel: bool, mode: str) -> int:
     """:func:`activations` on this rank."""
     tp = launch.world_size
-    layout = make_layout(tp, Dims(tp=tp), global_batch_size=1, batch_size=1, zero=3)
+    layout = make_layout(tp, Dims(tp=tp), global_batch_size=1, micro_batch_size=1, zero=3)
     options = {"sequence_parallel": sequence_parallel, "activation_checkpoint": mode}
     return activations(model_config(), layout, init_ranks(launch, layout, 600), SEQ_LEN, **options)
 

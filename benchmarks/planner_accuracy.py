@@ -101,7 +101,7 @@ def _block_bytes(cells: dict):
 
     def kept(model: LlamaConfig, layout: Layout, options: Options) -> int:
         t, d = layout.tp, model.hidden_size
-        tokens = layout.batch_size * options.seq_len // layout.cp
+        tokens = layout.micro_batch_size * options.seq_len // layout.cp
         k, f, heads = model.kv_heads * model.head_size, model.intermediate_size, 4
         u = t if options.sequence_parallel else 1
         x, heads = 2 * d / u, 4 * model.num_attention_heads / t

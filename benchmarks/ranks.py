@@ -77,7 +77,7 @@ class Training:
         trained = replicate(model, config.memory.grad_compression)
         self._engine = Engine(trained, self.optimizer, layout, ranks, self.pipeline)
         self._step = 0
-        shape = (layout.batch_size, config.step.seq_len // layout.cp)
+        shape = (layout.micro_batch_size, config.step.seq_len // layout.cp)
         tokens = torch.randint(0, config.model.vocab_size, shape, device=ranks.device)
         self._batch = [(tokens, tokens)] * layout.micro_batches
         self.tokens_per_step = config.step.global_batch_size * config.step.seq_len

@@ -32,7 +32,7 @@ from training.config.schema import Config
 
 MODEL = """
     --hidden-size 256 --intermediate-size 704 --num-hidden-layers 4 --num-attention-heads 8
-    --num-key-value-heads 8 --vocab-size 512 --seq-len 256 --batch-size 4
+    --num-key-value-heads 8 --vocab-size 512 --seq-len 256 --micro-batch-size 4
 """.split()  # noqa: SIM905
 REDUCTION = ("FSDP::post_backward_reduce", "FSDP::root_post_backward_callback")
 
@@ -87,7 +87,7 @@ class Transformers:
             fully_shard(layer, mesh=mesh["dp"])
         fully_shard(self.model, mesh=mesh["dp"])
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
-        shape = (config.step.batch_size, config.step.seq_len)
+        shape = (config.step.micro_batch_size, config.step.seq_len)
         self._tokens = torch.randint(0, config.model.vocab_size, shape)
         self.tokens_per_step = math.prod(shape) * dp
 
@@ -191,7 +191,7 @@ class Accelerate:
         model = LlamaForCausalLM(_llama_config(config))
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
         self.model, self.optimizer = self._accelerator.prepare(model, optimizer)
-        shape = (config.step.batch_size, config.step.seq_len)
+        shape = (config.step.micro_batch_size, config.step.seq_len)
         self._tokens = torch.randint(0, config.model.vocab_size, shape)
         self.tokens_per_step = math.prod(shape) * dp
 
@@ -281,7 +281,7 @@ def flags_of(name: str, train_flags: list[str]) -> list[str]:
     """Flags of one layout, with as many sequences per data-parallel rank as in any other."""
     flags = [*MODEL, *train_flags]
     sizes = parse_layout(name)
-    batch = parse_flags(flags, console=False).step.batch_size
+    batch = parse_flags(flags, console=False).step.micro_batch_size
     total = batch * sizes["dp"] * sizes["dp_replicate"] * (4 if sizes["pp"] > 1 else 1)
     return [*flags, *layout_flags(name), "--global-batch-size", str(total)]
 

@@ -16,7 +16,7 @@ class Layout:
     Attributes:
         dp: data-parallel ranks among which FSDP2 shards.
         tp: tensor-parallel ranks, innermost in the mesh.
-        batch_size: sequences per data-parallel rank per micro-batch.
+        micro_batch_size: sequences per data-parallel rank per micro-batch.
         micro_batches: micro-batches per optimizer step and data-parallel rank.
         dp_replicate: groups of dp ranks that hold the same shards, outermost in the mesh.
         cp: ranks among which every sequence is sharded.
@@ -27,7 +27,7 @@ class Layout:
 
     dp: int
     tp: int
-    batch_size: int
+    micro_batch_size: int
     micro_batches: int
     dp_replicate: int = 1
     cp: int = 1
@@ -138,7 +138,7 @@ def divisors_text(n: int) -> str:
 
 
 def _fill_pipeline(
-    share: int, batch_size: int | None, pp: int, schedule: str, global_batch_size: int
+    share: int, micro_batch_size: int | None, pp: int, schedule: str, global_batch_size: int
 ) -> int:
     """The micro-batch of a pipeline, in sequences: by default the largest that leaves at least
     2 pp micro-batches, or else the smallest.
@@ -146,20 +146,20 @@ def _fill_pipeline(
     Raises:
         LayoutError: if the schedule needs other micro-batches than the ``share`` of a rank gives.
     """
-    needed = micro_batches_needed(schedule, pp, share // (batch_size or 1))
-    if batch_size and not needed:
-        return batch_size
+    needed = micro_batches_needed(schedule, pp, share // (micro_batch_size or 1))
+    if micro_batch_size and not needed:
+        return micro_batch_size
     fits = [b for b in divisors(share) if not micro_batches_needed(schedule, pp, share // b)]
-    if batch_size is None and fits:
+    if micro_batch_size is None and fits:
         full = [b for b in fits if share // b >= 2 * pp]
         return max(full) if full else min(fits)
     of = f"--pp {pp} with --pp-schedule {schedule} needs {needed}"
     if fits:
         raise LayoutError(
-            f"{of}, and --batch-size {batch_size} leaves {share // batch_size} of the {share} "
-            f"sequences of a data-parallel rank: use --batch-size {max(fits)}"
+            f"{of}, and --micro-batch-size {micro_batch_size} leaves {share // micro_batch_size} "
+            f"of the {share} sequences of a data-parallel rank: use --micro-batch-size {max(fits)}"
         )
-    ranks, unit, least = global_batch_size // share, batch_size or 1, share
+    ranks, unit, least = global_batch_size // share, micro_batch_size or 1, share
     while least % unit or micro_batches_needed(schedule, pp, least // unit):
         least += 1
     raise LayoutError(
@@ -216,14 +216,14 @@ def make_layout(
     dims: Dims,
     *,
     global_batch_size: int,
-    batch_size: int | None = None,
+    micro_batch_size: int | None = None,
     zero: int = 3,
     pp_schedule: str = "1f1b",
 ) -> Layout:
     """Arrange ``world_size`` ranks and split the global batch.
 
-    ``batch_size`` is in sequences per data-parallel rank per micro-batch; None takes its whole
-    share in one micro-batch, or fills the pipeline.
+    ``micro_batch_size`` is in sequences of a data-parallel rank; None takes its whole share in one
+    micro-batch, or fills the pipeline.
 
     Raises:
         LayoutError: if the sizes do not divide.
@@ -240,20 +240,22 @@ def make_layout(
             f"data-parallel ranks: use {-(-global_batch_size // ranks) * ranks}, or another --tp"
         )
     share = global_batch_size // ranks
-    if share % (batch_size or 1):
+    if share % (micro_batch_size or 1):
         raise LayoutError(
-            f"--batch-size {batch_size} does not divide the {share} sequences of a "
+            f"--micro-batch-size {micro_batch_size} does not divide the {share} sequences of a "
             f"data-parallel rank (--global-batch-size {global_batch_size} / dp {ranks}): "
-            f"use --batch-size {divisors_text(share)}"
+            f"use --micro-batch-size {divisors_text(share)}"
         )
     if dims.pp > 1:
-        batch_size = _fill_pipeline(share, batch_size, dims.pp, pp_schedule, global_batch_size)
-    batch_size = batch_size or share
+        micro_batch_size = _fill_pipeline(
+            share, micro_batch_size, dims.pp, pp_schedule, global_batch_size
+        )
+    micro_batch_size = micro_batch_size or share
     return Layout(
         dp=ranks // dims.dp_replicate,
         tp=dims.tp,
-        batch_size=batch_size,
-        micro_batches=share // batch_size,
+        micro_batch_size=micro_batch_size,
+        micro_batches=share // micro_batch_size,
         dp_replicate=dims.dp_replicate,
         cp=dims.cp,
         zero=zero,

@@ -155,7 +155,7 @@ class Pipeline:
         self._last = any(stage.last for stage in stages)
         self._device, self._divisor = ranks.device, 1.0
         # Shapes are given, or torch would run a forward and a backward to find them.
-        size, length = layout.batch_size, seq_len // layout.cp
+        size, length = layout.micro_batch_size, seq_len // layout.cp
         tokens = torch.empty((size, length), dtype=torch.int64, device="meta")
         width = length // parts[0].sequence_shards, parts[0].config.hidden_size
         hidden = torch.empty((size, *width), dtype=dtype, device="meta", requires_grad=True)

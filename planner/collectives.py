@@ -91,7 +91,7 @@ class _Step:
         self.model, self.layout, self.options, self.stages = model, layout, options, stages
         self.rows: list[Collective] = []
         self.local_len = seq_len // layout.cp
-        self.tokens = layout.batch_size * self.local_len
+        self.tokens = layout.micro_batch_size * self.local_len
         # [B, S / cp, D]
         self.stream = self.tokens * model.hidden_size * options.dtype_bytes
         # Of gradients, and of the numbers of the loss.
@@ -158,7 +158,7 @@ class _Step:
         kind = "reduce_scatter" if sequence_parallel else "all_reduce"
         self.add(("block", "tp", kind), again, stream, sums, units=self.checkpointed)
         for length, count in collections.Counter(self._loss_chunks()).items():
-            size = self.layout.batch_size * length * self.reduced_bytes
+            size = self.layout.micro_batch_size * length * self.reduced_bytes
             place = ("loss", "tp", "all_reduce")
             self.add(place, "largest logit of each token", size, count)
             self.add(place, "sum of exp, target logit", 2 * size, count)

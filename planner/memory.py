@@ -131,7 +131,7 @@ def stage_parameters(model: LlamaConfig, layout: Layout, stages: Sequence[Stage]
 
 def _tokens(layout: Layout, options: Options) -> tuple[int, int]:
     """T and uT."""
-    tokens = layout.batch_size * options.seq_len // layout.cp
+    tokens = layout.micro_batch_size * options.seq_len // layout.cp
     return tokens, tokens // (layout.tp if options.sequence_parallel else 1)
 
 
@@ -204,7 +204,7 @@ def loss_bytes(model: LlamaConfig, layout: Layout, options: Options) -> tuple[in
         kept = (s * rows + 10) * tokens
         return kept, max(kept + (s + again) * rows * tokens, (c + s) * table)
     length = chunk_lengths(options.seq_len // layout.cp, options.loss_chunks)[0]
-    length *= layout.batch_size
+    length *= layout.micro_batch_size
     logits, adding = (2 * c + 2 * s + again) * rows * length, c * (table + 2 * rows * length)
     return c * table, max(s * table + c * d * tokens + max(logits, adding), (c + s) * table)
 

@@ -85,7 +85,7 @@ class Report:
         error = memory_interval(plan) * plan.gib
         row = (
             name, x.name, f"{x.zero}", x.pp_schedule if x.pp > 1 else "-",
-            f"{x.batch_size}x{x.micro_batches}", o.activation_checkpoint, o.loss_chunks,
+            f"{x.micro_batch_size}x{x.micro_batches}", o.activation_checkpoint, o.loss_chunks,
             f"{plan.gib:.1f} ±{error:.1f}", f"{self.search.risk(plan):.0%}",
         )  # fmt: skip
         if plan.time is None:
@@ -148,7 +148,7 @@ class Report:
     def compare(self, plan: Plan, other: Plan, what: str) -> str:
         """Why ``other`` is slower than ``plan``, or what it lacks to fit."""
         x, risk = other.layout, f"P(oom) {self.search.risk(other):.0%}"
-        what += f" ({x.name}, ZeRO-{x.zero}, batch {x.batch_size}x{x.micro_batches})"
+        what += f" ({x.name}, ZeRO-{x.zero}, batch {x.micro_batch_size}x{x.micro_batches})"
         if not self.search.fits(other):
             limit, usable = LIMIT * self.machine.usable_gib, self.machine.usable_gib
             return (

@@ -111,7 +111,7 @@ class Search:
         """Every layout of ``gpus`` that can be built; why the others cannot goes to ``rejected``.
 
         Args:
-            keep: what is to stay: sizes of dims by name, zero, pp_schedule, batch_size.
+            keep: what is to stay: sizes of dims by name, zero, pp_schedule, micro_batch_size.
         """
         sizes = divisors(gpus)
         tried = {name: (keep[name],) if name in keep else sizes for name in DIMS}
@@ -141,17 +141,17 @@ class Search:
         schedules = ("1f1b",) if shape["pp"] == 1 else SCHEDULES_TRIED
         if "pp_schedule" in keep and shape["pp"] > 1:
             schedules = (keep["pp_schedule"],)
-        sizes = (keep["batch_size"],) if "batch_size" in keep else BATCH_SIZES
+        sizes = (keep["micro_batch_size"],) if "micro_batch_size" in keep else BATCH_SIZES
         for zero in zeros:
             for schedule in schedules:
                 for size in sizes:
                     share = self.global_batch_size // ranks
-                    if size > 1 and share % size and "batch_size" not in keep:
+                    if size > 1 and share % size and "micro_batch_size" not in keep:
                         continue
                     try:
                         yield self.layout(
                             keep.get("activation_checkpoint", "none"), world_size=gpus,
-                            batch_size=size, zero=zero, pp_schedule=schedule, **shape,
+                            micro_batch_size=size, zero=zero, pp_schedule=schedule, **shape,
                         )  # fmt: skip
                     except LayoutError as error:
                         self.rejected[_short(str(error))] += 1
@@ -187,7 +187,7 @@ class Search:
         """What the ranks that hold most hold, and their coordinate in pp."""
         model, x = self.model, layout
         micro = self._once(
-            (x.batch_size, x.tp, x.cp, id(options)),
+            (x.micro_batch_size, x.tp, x.cp, id(options)),
             lambda: micro_batch_bytes(model, layout, options),
         )
         units = self._once((x.tp, x.shards), lambda: unit_sizes(model, layout))
@@ -311,7 +311,9 @@ class Search:
         One setting each; where none is enough, two of them, or three.
         """
         sizes = {name: 2 * flags[name] for name in ("tp", "cp", "pp")}
-        halves = {k: flags[k] // 2 for k in ("dp_replicate", "batch_size") if (flags[k] or 1) > 1}
+        halves = {
+            k: flags[k] // 2 for k in ("dp_replicate", "micro_batch_size") if (flags[k] or 1) > 1
+        }
         others = {
             "loss_chunks": (8,),
             "activation_checkpoint": ("full",),

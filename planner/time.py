@@ -50,7 +50,7 @@ def block_seconds(
     computes its scores again; Dao 2023), and twice the rest. The table of activations has what
     elementwise operations read and write; compilation leaves about half.
     """
-    tp, tokens = layout.tp, layout.batch_size * options.seq_len // layout.cp
+    tp, tokens = layout.tp, layout.micro_batch_size * options.seq_len // layout.cp
     matmul = sum(
         machine.product_seconds(2 * tokens * weight.product_numel(tp))
         for weight in block_weights(model)
@@ -72,7 +72,7 @@ def block_seconds(
 def head_seconds(model: LlamaConfig, layout: Layout, options: Options, machine: Machine) -> float:
     """Computing of head and loss, forward and backward, of one micro-batch: three products, and
     about ten passes over logits in float32."""
-    tokens = layout.batch_size * options.seq_len // layout.cp
+    tokens = layout.micro_batch_size * options.seq_len // layout.cp
     logits = tokens * -(-model.vocab_size // layout.tp)
     product = machine.product_seconds(2 * logits * model.hidden_size / options.loss_chunks)
     return 3 * product * options.loss_chunks + machine.memory_seconds(40 * logits)
@@ -177,7 +177,7 @@ def _between_seconds(model, layout, options, machine, stages) -> float:
     """What shows of the transfers between pipeline stages: a quarter."""
     if layout.pp == 1:
         return 0.0
-    size = layout.batch_size * options.seq_len // layout.cp * model.hidden_size
+    size = layout.micro_batch_size * options.seq_len // layout.cp * model.hidden_size
     size *= options.dtype_bytes / (layout.tp if options.sequence_parallel else 1)
     stride, pieces = layout.world_size // layout.pp, len(stages) // layout.pp
     one = machine.collective_seconds(size, 2, stride, "send", layout.world_size)

@@ -102,7 +102,7 @@ def generate(path: Path, launch: Launch, options: argparse.Namespace) -> list[in
         bos_token_id=None,
         eos_token_id=read_generation(checkpoint, tokenizer)["eos_token_id"],
     )
-    layout = Layout(dp=launch.world_size, tp=1, batch_size=1, micro_batches=1)
+    layout = Layout(dp=launch.world_size, tp=1, micro_batch_size=1, micro_batches=1)
     ranks = init_ranks(launch, layout, COMM_TIMEOUT_S)
     try:
         model = load_model(checkpoint, config, described, ranks)

@@ -29,7 +29,7 @@ def evaluate(engine: Engine, data: TokenData, config: Config) -> dict:
             data.eval,
             dp_rank=ranks.dp_rank,
             dp=layout.data_ranks,
-            batch_size=layout.batch_size,
+            micro_batch_size=layout.micro_batch_size,
             **sizes,
         )
     for batch in batches:

@@ -49,7 +49,7 @@ class AgreedBatches:
                 seed=config.step.seed,
                 dp_rank=ranks.dp_rank,
                 dp=layout.data_ranks,
-                batch_size=layout.batch_size,
+                micro_batch_size=layout.micro_batch_size,
             )
             batch = [
                 tuple(local_tokens(x, ranks.cp, ranks.cp_rank) for x in pair) for pair in batch

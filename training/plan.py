@@ -87,8 +87,8 @@ def describe(
         f"sequence parallel {'on' if sequence_parallel else 'off'}",
         f"model {model.num_parameters:,} parameters, vocabulary {model.vocab_size}, {step.dtype}",
         f"batch {step.global_batch_size} sequences of {step.seq_len} tokens a step = "
-        f"dp {layout.data_ranks} x {layout.micro_batches} micro-batches x {layout.batch_size} "
-        "sequences",
+        f"dp {layout.data_ranks} x {layout.micro_batches} micro-batches x "
+        f"{layout.micro_batch_size} sequences",
     ]
     if layout.pp > 1:
         lines.append(describe_pipeline(layout))

@@ -41,7 +41,7 @@ def _describe(run: Run) -> dict:
         "dtype": run.config.step.dtype,
         "grad_compression": run.lossy.compression if run.lossy else "none",
         "global_batch_size": run.config.step.global_batch_size,
-        "batch_size": run.layout.batch_size,
+        "micro_batch_size": run.layout.micro_batch_size,
         "micro_batches": run.layout.micro_batches,
         "curve": curve,
         "final_loss": run.rows[-1]["loss"],

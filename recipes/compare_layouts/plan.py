@@ -106,7 +106,7 @@ def _complete_layouts(options: argparse.Namespace) -> None:
     """Put the layouts that are trained into ``options.layouts``, the reference first."""
     sizes = [parse_layout(name) for name in options.layouts or ("1x8", "2x4", "4x2", "8x1")]
     # Named as a run names them: dp2-tp4 is 2x4.
-    options.layouts = [Layout(**size, batch_size=1, micro_batches=1).name for size in sizes]
+    options.layouts = [Layout(**size, micro_batch_size=1, micro_batches=1).name for size in sizes]
     if repeated := [x for x in options.layouts if options.layouts.count(x) > 1]:
         raise ConfigError(f"--layouts has {repeated[0]} more than once")
     if options.batch_sizes:
@@ -125,7 +125,7 @@ def _complete_layouts(options: argparse.Namespace) -> None:
 
 def _check_train_flags(options: argparse.Namespace, train_flags: list[str]) -> None:
     layouts = " ".join(options.layouts)
-    batch = ("--batch-size", "--global-batch-size") if options.batch_sizes else ()
+    batch = ("--micro-batch-size", "--global-batch-size") if options.batch_sizes else ()
     set_here = "is set for each layout: leave it out, and name the --layouts"
     refused = dict.fromkeys((*SET_PER_RUN, *batch), set_here)
     refused |= dict.fromkeys(USELESS, "has no use in a comparison: leave it out")
@@ -162,7 +162,7 @@ def plan_runs(
         if options.batch_sizes:
             size, sizes = options.batch_sizes[i], parse_layout(name)
             whole = size * sizes["dp_replicate"] * sizes["dp"]
-            flags += ["--batch-size", str(size), "--global-batch-size", str(whole)]
+            flags += ["--micro-batch-size", str(size), "--global-batch-size", str(whole)]
         flags += ["--wandb", options.wandb]
         curves.append(_plan_run(name, options.out, options.out, flags))
     if not options.verdict:

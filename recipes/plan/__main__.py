@@ -39,7 +39,7 @@ from training.start import bare_launch, check, refuse
 UNEXPLAINED = 0.2
 # Of --have: most ranks among which a replica is cut, and numbers of GPUs that are tried.
 MODEL_RANKS, COUNTS_TRIED = 128, 12
-KEPT = (*DIMS, "zero", "pp_schedule", "batch_size", "activation_checkpoint", "loss_chunks")
+KEPT = (*DIMS, "zero", "pp_schedule", "micro_batch_size", "activation_checkpoint", "loss_chunks")
 
 
 def make_parser() -> Parser:
@@ -163,7 +163,7 @@ def own_flags(config: Config, layout: str | None) -> dict:
         sizes = parse_layout(layout)
         flags |= {name: sizes[name] for name in DIMS}
     memory = config.memory.model_dump(include={"activation_checkpoint", "loss_chunks"})
-    return {**flags, **memory, "batch_size": config.step.batch_size}
+    return {**flags, **memory, "micro_batch_size": config.step.micro_batch_size}
 
 
 def find_machine(options: argparse.Namespace) -> Machine:
@@ -194,7 +194,7 @@ def emit(config: Config, plan: Plan, search: Search, file: Path) -> None:
         setattr(config.layout, name, getattr(x, name))
     config.memory.activation_checkpoint = o.activation_checkpoint
     config.memory.loss_chunks = o.loss_chunks
-    config.step.batch_size = x.batch_size
+    config.step.micro_batch_size = x.micro_batch_size
     gpus, machine = x.world_size, search.machine
     head = (
         f"# Planned by recipes.plan: {x.name} on {gpus} x {machine.name}, {plan.gib:.1f} of "

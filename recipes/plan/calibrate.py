@@ -90,7 +90,7 @@ class Calibration:
         weights = d * (head * heads + 3 * self._local.intermediate_size)
         most = max(LEAST_TOKENS, min(MOST_TOKENS, int(rate / (6 * weights))))
         seq = min(self.config.step.seq_len // self.layout.cp, most)
-        return max(1, min(self.layout.batch_size, most // seq)), seq
+        return max(1, min(self.layout.micro_batch_size, most // seq)), seq
 
     def _random(self, *shape: int, grad: bool = False) -> Tensor:
         made = torch.randn(shape, device=self.ranks.device, dtype=self.dtype)
@@ -198,7 +198,7 @@ class Calibration:
         x = self._random(batch, seq, self._local.hidden_size, grad=True)
         inputs, grad = (x, *block.parameters()), torch.ones_like(x)
         seconds = self.seconds(lambda: torch.autograd.grad(block(x, cos, sin), inputs, grad))
-        layout = replace(self.layout, batch_size=batch, cp=1)
+        layout = replace(self.layout, micro_batch_size=batch, cp=1)
         options = replace(
             memory_options(self.config, self.cuda),
             seq_len=seq, activation_checkpoint="none", compile=compiled,

@@ -112,7 +112,7 @@ def trace(config: Config, layout: Layout, pp_rank: int, blocks: int, *, cuda: bo
                 _agree_on_given_shapes(pipeline)
             model.to_empty(device=ranks.device)
             optimizer = ShardedOptimizer(model, config.optimizer)
-            tokens = torch.zeros((layout.batch_size, seq_len // layout.cp), dtype=torch.int64)
+            tokens = torch.zeros((layout.micro_batch_size, seq_len // layout.cp), dtype=torch.int64)
             traced = _step(Engine(model, optimizer, layout, ranks, pipeline), tokens)
             kept = _kept(parts, stages, tokens, getattr(torch, config.step.dtype), ranks)
             traced.held["kept by a micro-batch"] = kept

@@ -174,7 +174,7 @@ def train_in_buckets(group, run_dir, *flags) -> str:
 
 
 def test_a_resumed_run_is_the_same_and_any_layout_goes_on(launched4, fresh, tmp_path):
-    flags = ["--dtype", "float32", "--lr-decay-steps", 6, "--zero", 0, "--batch-size", 1]
+    flags = ["--dtype", "float32", "--lr-decay-steps", 6, "--zero", 0, "--micro-batch-size", 1]
     flags += ["--grad-compression", "bf16"]
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     train_in_buckets(launched4, whole, *flags, "--steps", 6)

@@ -313,7 +313,7 @@ def activation_bytes(sp: bool, mode: str) -> tuple[int, int]:
     ranks, config = make_ranks(2), LlamaConfig(**(MODEL | BIG))
     options = {"sequence_parallel": sp, "activation_checkpoint": mode}
     found = memory.activations(config, make_layout(2), ranks, SEQ_LEN, **options)
-    tokens = make_layout(2).batch_size * SEQ_LEN
+    tokens = make_layout(2).micro_batch_size * SEQ_LEN
     return found, memory.activation_formula(config, tokens, 2, sp, mode)
 
 

@@ -26,7 +26,7 @@ from training.config.schema import to_toml
 LLAMA_70B = ["--recipe", "llama3_70b", "--gpu", "h100", "--gpus", "256"]
 README, RECIPES = (REPO / "README.md").read_text(), REPO / "recipes"
 # A layout of it that takes too much memory.
-TOO_BIG = ["--zero", "1", "--batch-size", "1", "--activation-checkpoint", "none"]
+TOO_BIG = ["--zero", "1", "--micro-batch-size", "1", "--activation-checkpoint", "none"]
 
 
 @pytest.fixture(scope="module")
@@ -118,7 +118,7 @@ def test_time_never_grows_with_speed(search, faster):
 
 def test_equal_dims_cost_the_same_by_any_name(search):
     """Replicas of one shard are ZeRO-0, and a collective does not ask for the name of its dim."""
-    sizes = {"world_size": 16, "tp": 2, "batch_size": 1}
+    sizes = {"world_size": 16, "tp": 2, "micro_batch_size": 1}
     zero = search.layout(**sizes, zero=0)
     replicas = replace(zero, zero=1, dp=1, dp_replicate=8)
     plans = [search.timed(search.plan(layout, ("none", 1))) for layout in (zero, replicas)]
@@ -138,7 +138,9 @@ def test_memory_never_grows_with_what_saves_it():
     model.vocab_size = 128256
 
     def total(tp: int, dp: int, checkpoint: str, chunks: int) -> int:
-        layout = make_layout(world_size=tp * dp, tp=tp, global_batch_size=64, batch_size=1, zero=3)
+        layout = make_layout(
+            world_size=tp * dp, tp=tp, global_batch_size=64, micro_batch_size=1, zero=3
+        )
         options = Options(8192, tp > 1, checkpoint, loss_chunks=chunks)
         return memory(model, layout, options).total
 
@@ -221,7 +223,7 @@ def test_learning_from_runs(tmp_path, capsys):
         a_run(tmp_path / "tp", "--tp", "8", gpus=8),
         a_run(tmp_path / "both", "--tp", "4", gpus=32),
         a_run(tmp_path / "dp", "--tp", "1", gpus=64),
-        a_run(tmp_path / "large", "--tp", "8", "--batch-size", "8", gpus=8),
+        a_run(tmp_path / "large", "--tp", "8", "--micro-batch-size", "8", gpus=8),
     ]
     assert main(["--learn", *map(str, runs), "--calibration", str(file)]) == 0
     out = capsys.readouterr().out

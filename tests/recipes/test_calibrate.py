@@ -44,7 +44,7 @@ def made_up(machine):
     """What would be measured on ``machine`` if its formulas were the truth."""
     model = load_recipe("llama3_8b").model
 
-    layout = Layout(dp=16, tp=8, batch_size=1, micro_batches=1)
+    layout = Layout(dp=16, tp=8, micro_batch_size=1, micro_batches=1)
 
     def block(m):
         return block_seconds(model, layout, Options(8192), m)

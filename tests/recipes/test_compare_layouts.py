@@ -399,8 +399,8 @@ REFUSED = {
         ["layout pp2-dp1-tp1: --pp 2 with --pp-schedule zbv"],
     ),
     "micro-batch of one": (
-        ["--batch-size", "8", "--layouts", "1x2", "2x1"],
-        ["layout 2x1: --batch-size 8", "4 sequences"],
+        ["--micro-batch-size", "8", "--layouts", "1x2", "2x1"],
+        ["layout 2x1: --micro-batch-size 8", "4 sequences"],
     ),
     "run-dir": (["--run_dir=x"], ["--run-dir is set"]),
     "world": (["--world-size", "2"], ["--world-size is set"]),
@@ -610,8 +610,8 @@ def test_the_batch_size_study(trainer, figures, monkeypatch):
     assert main([*command, "--batch-sizes", "6", "5"]) == 0
     assert trainer.calls() == ["1x2", "2x1"]
     steps = {name: run.config.step for name, run in trainer.planned.items()}
-    assert (steps["1x2"].batch_size, steps["1x2"].global_batch_size) == (6, 6)
-    assert (steps["2x1"].batch_size, steps["2x1"].global_batch_size) == (5, 10)
+    assert (steps["1x2"].micro_batch_size, steps["1x2"].global_batch_size) == (6, 6)
+    assert (steps["2x1"].micro_batch_size, steps["2x1"].global_batch_size) == (5, 10)
     assert "global batches differ" in figures[0].get_suptitle()
     assert main([*command, "--batch-sizes", "6", "4"]) == 2
     assert main(command) == 2

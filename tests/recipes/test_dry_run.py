@@ -33,7 +33,7 @@ from training.start import check
 # Eight query heads to a key/value head, and of those fewer than tp ranks in layouts of tp 4.
 MODEL = """
     --hidden-size 64 --intermediate-size 128 --num-attention-heads 16 --num-key-value-heads 2
-    --vocab-size 256 --seq-len 64 --batch-size 1
+    --vocab-size 256 --seq-len 64 --micro-batch-size 1
 """.split()  # noqa: SIM905
 
 
@@ -185,7 +185,7 @@ def test_a_rank_of_4096(one):
 
 def peak_of_loss(vocab_size: int, tp: int, chunks: int, dtype: str) -> tuple[int, int]:
     """Largest bytes of the loss and its backward, beside its inputs: traced and planned."""
-    layout = Layout(dp=1, tp=tp, batch_size=2, micro_batches=1)
+    layout = Layout(dp=1, tp=tp, micro_batch_size=2, micro_batches=1)
     config = LlamaConfig(hidden_size=32, vocab_size=vocab_size)
     kind = getattr(torch, dtype)
     with fake_rank(layout, 0) as ranks, FakeTensorMode():

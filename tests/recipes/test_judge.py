@@ -31,7 +31,7 @@ def uneven_masks():
         batch = train_batch(data, step, **options)
         share = options["global_batch_size"] // options["dp"]
         for k, (_, targets) in enumerate(batch):
-            first = options["dp_rank"] * share + k * options["batch_size"]
+            first = options["dp_rank"] * share + k * options["micro_batch_size"]
             for row in range(len(targets)):
                 if first + row >= options["global_batch_size"] // 2:
                     targets[row, 3:] = IGNORE_INDEX
@@ -41,11 +41,11 @@ def uneven_masks():
 
 
 def norm_gradient_not_reduced():
-    original = parallel.tensor_parallel.Norm._place
+    original = parallel.tensor_parallel.Replicated._place
 
-    def place(self, *args, **kwargs):
-        kwargs["partial_grad"] = False
-        original(self, *args, **kwargs)
+    def place(self, module, *args, **kwargs):
+        original(self, module, *args, **kwargs)
+        module.partial_grad = False
 
     return mock.patch.object(parallel.tensor_parallel.Replicated, "_place", place)
 
@@ -72,7 +72,7 @@ def layer_from_the_ranks_own_rng():
     import models.initialization
 
     original = models.initialization.init_weights
-    return mock.patch("models.initialization.init_weights", init)
+    return mock.patch("training.setup.init_weights", init)
 
 
 def sampler_seeded_by_rank():
@@ -226,7 +226,7 @@ FAULTS = {
     "pipeline order": (micro_batches_of_a_stage_swapped, ["--pp", 2], False, "step 1, loss is"),
     "replicas": (
         inner_micro_batch_dropped,
-        ["--dp-replicate", 2, "--tp", 1, "--batch-size", 1],
+        ["--dp-replicate", 2, "--tp", 1, "--micro-batch-size", 1],
         False,
         "step 1, gradients: model.embed_tokens.weight is",
     ),
@@ -273,13 +273,13 @@ def test_planted_fault(name, references, launched4, fresh, tmp_path):
     ("tp", "masked", "flags"),
     [
         (2, False, ["--sequence-parallel", "on"]),
-        (2, True, ["--batch-size", 2]),
+        (2, True, ["--micro-batch-size", 2]),
         (1, True, ["--zero", 2]),
-        (4, False, ["--sequence-parallel", "on", "--batch-size", 4]),
+        (4, False, ["--sequence-parallel", "on", "--micro-batch-size", 4]),
         (4, True, []),
-        (2, True, ["--cp", 2, "--sequence-parallel", "on", "--batch-size", 2]),
+        (2, True, ["--cp", 2, "--sequence-parallel", "on", "--micro-batch-size", 2]),
         (1, False, ["--cp", 2, "--dp-replicate", 2, "--activation-checkpoint", "full"]),
-        (2, True, ["--zero", 1, "--batch-size", 2, "--activation-checkpoint", "every-2"]),
+        (2, True, ["--zero", 1, "--micro-batch-size", 2, "--activation-checkpoint", "every-2"]),
         (1, True, ["--pp", 2, "--activation-checkpoint", "full"]),
         (2, False, ["--pp", 2, "--sequence-parallel", "on", "--zero", 2]),
         (1, True, ["--pp", 2, "--cp", 2, "--pp-schedule", "gpipe"]),

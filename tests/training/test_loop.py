@@ -161,7 +161,7 @@ def run_loop(
     """Train the toy model by the real loop. ``mask_step`` (0-based) has no target; ``stop_on`` is
     (rank, step): that rank is asked to stop, and ``why``, once it has done that step."""
     ranks = make_ranks(2)
-    layout = Layout(dp=2, tp=2, batch_size=2, micro_batches=2)
+    layout = Layout(dp=2, tp=2, micro_batch_size=2, micro_batches=2)
     config = Config(
         step={"steps": steps, "seq_len": SEQ_LEN, "global_batch_size": GLOBAL_BATCH},
         data={"eval_every": 2},

@@ -112,7 +112,7 @@ def float64_runs(launched1, launched4, tmp_path_factory):
     base = tmp_path_factory.mktemp("float64")
     train(launched1, base / "one", "--steps", 10, "--dtype", "float64")
     flags = ["--tp", 2, "--steps", 5, "--lr-decay-steps", 10, "--dtype", "float64"]
-    train(launched4, base / "half", *flags, "--sequence-parallel", "on", "--batch-size", 2)
+    train(launched4, base / "half", *flags, "--sequence-parallel", "on", "--micro-batch-size", 2)
     return base
 
 
@@ -154,7 +154,7 @@ def test_evaluation_is_the_same_on_every_layout(straight, launched1, launched2, 
     folder = prepare_tokens(section, load_tokenizer("bytes"), log=lambda line: None)
     meta = json.loads((folder / "meta.json").read_text())
     assert expected[0]["eval_tokens"] == meta["eval_tokens"] - 1
-    for group, flags in ((launched1, ["--batch-size", 1]), (launched2, ["--zero", 2])):
+    for group, flags in ((launched1, ["--micro-batch-size", 1]), (launched2, ["--zero", 2])):
         run_dir = tmp_path / f"run{group.world_size}"
         train(group, run_dir, "--steps", 10, *EVALUATE, *flags)
         for row, other in zip(rows(run_dir, "eval.jsonl"), expected, strict=True):

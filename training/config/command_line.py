@@ -200,7 +200,7 @@ def load_recipe(name: str) -> Config:
         raise ConfigError(f"--recipe {shown}: {error}") from None
 
 
-def _load_defaults(argv: list[str], world_size: int) -> Config:
+def _load_defaults(argv: list[str], world_size: int, console: bool) -> Config:
     """The recipe that is named, or the config of the run directory that is, or ``debug``.
 
     A run goes on on any layout. Its first one is a default only where it fits the processes, and
@@ -212,7 +212,11 @@ def _load_defaults(argv: list[str], world_size: int) -> Config:
         return load_recipe(name or "debug")
     file = run_dir / "config.toml"
     try:
-        defaults = Config(**{**read_recipe(file), "recipe": str(file)})
+        tables = read_recipe(file)
+        defaults = Config(**{**tables, "recipe": str(file)})
+        if console and tables.get("memory", {}).get("activation_checkpoint") == "selective":
+            what = "activation_checkpoint selective is gone: the run goes on with full"
+            print(f"{file}: {what}", file=sys.stderr)
     except (FileNotFoundError, NotADirectoryError):
         return load_recipe("debug")
     except (OSError, ConfigError) as error:
@@ -225,9 +229,10 @@ def _load_defaults(argv: list[str], world_size: int) -> Config:
     sections = (getattr(defaults, name) for name in Config.model_fields if name != "run")
     keys = {key for section in sections for key in getattr(section, "model_fields", ())}
     stated = {word.partition("=")[0].replace("_", "-").replace("--no-", "--") for word in argv}
+    stated |= {"--micro-batch-size"} if "--batch-size" in stated else set()
     if world_size % ranks or stated & set(map(flag, keys - {"steps"})):
         defaults.layout, defaults.memory = LayoutSection(), MemorySection()
-        defaults.step.batch_size = None
+        defaults.step.micro_batch_size = None
     return defaults
 
 
@@ -373,7 +378,9 @@ def parse_flags(argv: list[str], console: bool = True, world_size: int | None = 
         SystemExit: with 0, for ``--help``.
     """
     _check_words(argv)
-    defaults = _load_defaults(argv, world_size or read_launch().world_size)
+    if _early_flag(argv, "--activation-checkpoint") == "selective":
+        raise ConfigError("--activation-checkpoint selective is gone: use full, or every-2")
+    defaults = _load_defaults(argv, world_size or read_launch().world_size, console)
     if (_early_flag(argv, "--dataset") or defaults.data.dataset) != defaults.data.dataset:
         defaults.data.dataset_config = None  # that of the recipe is one of its own dataset
     source, stated, assumed = _take_hf_config(argv, defaults)

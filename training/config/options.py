@@ -42,7 +42,7 @@ def config_layout(config: Config, world_size: int) -> Layout:
         world_size,
         Dims(pp=layout.pp, dp_replicate=layout.dp_replicate, cp=layout.cp, tp=layout.tp),
         global_batch_size=config.step.global_batch_size,
-        batch_size=config.step.batch_size,
+        micro_batch_size=config.step.micro_batch_size,
         zero=layout.zero,
         pp_schedule=layout.pp_schedule,
     )

@@ -17,6 +17,7 @@ from pydantic import (
     Field,
     PrivateAttr,
     ValidationError,
+    model_validator,
 )
 
 from common.errors import ConfigError
@@ -38,6 +39,8 @@ from training.config.values import (
     Text,
     Timeout,
     Tokens,
+    older_batch_size,
+    older_checkpointing,
     whole,
 )
 
@@ -101,6 +104,9 @@ class LayoutSection(Section):
 class MemorySection(Section):
     """What is kept in memory, and what is computed or gathered again."""
 
+    # Of runs that were begun when there was such a mode.
+    _older = model_validator(mode="before")(older_checkpointing)
+
     activation_checkpoint: Checkpointing = Field(
         "none",
         description="Blocks that keep their input alone, and compute their forward again in the "
@@ -140,10 +146,13 @@ class ModelSection(LlamaConfig, Section):
 class StepSection(Section):
     """One optimizer step."""
 
+    # Of runs that were begun when it had that name.
+    _older = model_validator(mode="before")(older_batch_size)
+
     global_batch_size: Sequences = Field(
         8, description="Sequences per optimizer step, over all ranks and micro-batches."
     )
-    batch_size: Sequences | None = Field(
+    micro_batch_size: Annotated[Sequences | None, tyro.conf.arg(aliases=("--batch-size",))] = Field(
         None,
         description="Sequences per dp rank per micro-batch; none: all of its share at once, or "
         "with --pp the most that leave 2 pp micro-batches.",
@@ -388,6 +397,8 @@ def _one_line(error: ValidationError, schema: type[BaseModel]) -> str:
     message = fault["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
     if fault["type"] != "value_error":
         message = f"{message}, not {_shown(fault['input'])}"
+    if not location:
+        return message
     if nested := _nested(schema, location[0]):
         if len(location) == 1 and nested is not RopeScaling:
             return f"table [{location[0]}] must hold keys, not {_shown(fault['input'])}"

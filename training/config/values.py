@@ -150,6 +150,27 @@ def _checked_checkpointing(mode: str) -> str:
 Checkpointing = Annotated[str, AfterValidator(_checked_checkpointing)]
 
 
+def older_checkpointing(values: Any) -> Any:
+    """The memory section of an older run: ``selective`` is ``full``."""
+    if isinstance(values, dict) and values.get("activation_checkpoint") == "selective":
+        return {**values, "activation_checkpoint": "full"}
+    return values
+
+
+def older_batch_size(values: Any) -> Any:
+    """The step section of an older run or recipe: ``batch_size`` is ``micro_batch_size``.
+
+    Raises:
+        ValueError: if both are there.
+    """
+    if not isinstance(values, dict) or "batch_size" not in values:
+        return values
+    if "micro_batch_size" in values:
+        raise ValueError("batch_size is the older name of micro_batch_size: leave one of them out")
+    values = dict(values)
+    return values | {"micro_batch_size": values.pop("batch_size")}
+
+
 def whole(number: Any) -> Any:
     """Refuse what Python, but nobody else, takes for a whole number."""
     if isinstance(number, bool | float):

@@ -180,17 +180,17 @@ def train_batch(
     seed: int,
     dp_rank: int,
     dp: int,
-    batch_size: int,
+    micro_batch_size: int,
 ) -> list[tuple[Tensor, Tensor]]:
     """The micro-batches, inputs and targets [B, S] each, of one dp rank in one step (0-based).
 
-    For every dp and batch_size the global batch is the positions ``[step*G, (step+1)*G)`` of the
+    For every dp and micro-batch the global batch is the positions ``[step*G, (step+1)*G)`` of the
     sample order, of which a dp rank takes a contiguous slice.
     """
     per_rank = global_batch_size // dp
     positions = step * global_batch_size + dp_rank * per_rank + np.arange(per_rank)
     inputs, targets = data.read(sample_indices(positions, len(data), seed))
-    return list(zip(inputs.split(batch_size), targets.split(batch_size), strict=True))
+    return list(zip(inputs.split(micro_batch_size), targets.split(micro_batch_size), strict=True))
 
 
 def num_eval_batches(data: Sequences, global_batch_size: int, max_batches: int = 0) -> int:
@@ -205,7 +205,7 @@ def eval_batches(
     global_batch_size: int,
     dp_rank: int,
     dp: int,
-    batch_size: int,
+    micro_batch_size: int,
     max_batches: int = 0,
 ) -> Iterator[list[tuple[Tensor, Tensor]]]:
     """The micro-batches [B, S] of one dp rank, a list for each global batch of the held-out
@@ -218,7 +218,9 @@ def eval_batches(
     for batch in range(num_eval_batches(data, global_batch_size, max_batches)):
         first = batch * global_batch_size + dp_rank * per_rank
         inputs, targets = data.read(np.arange(first, first + per_rank))
-        yield list(zip(inputs.split(batch_size), targets.split(batch_size), strict=True))
+        yield list(
+            zip(inputs.split(micro_batch_size), targets.split(micro_batch_size), strict=True)
+        )
 
 
 def prefetch(make_batch: Callable[[int], T], first_step: int, last_step: int) -> Iterator[T]:

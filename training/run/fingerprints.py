@@ -161,7 +161,7 @@ class Fingerprints:
     def _first_sequence(self, micro_batch: int) -> int:
         """Global index of the first sequence of a micro-batch of this rank."""
         layout = self._layout
-        return layout.batch_size * (self._ranks.dp_rank * layout.micro_batches + micro_batch)
+        return layout.micro_batch_size * (self._ranks.dp_rank * layout.micro_batches + micro_batch)
 
     def _tokens(self, batch: list[tuple[Tensor, Tensor]]) -> None:
         """Hashes of the token ids, exact modulo 2**64."""

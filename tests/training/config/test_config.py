@@ -189,15 +189,24 @@ def assert_reads_back(config: Config) -> None:
 
 def test_resolved_config_reads_back():
     """Values that TOML has no word for, or that a default could replace."""
-    argv = ["--batch-size", "2", "--lr", "1e-4", "--run-dir", "a dir/ü", "--dataset", 'q"\\uote']
+    argv = [
+        "--micro-batch-size",
+        "2",
+        "--lr",
+        "1e-4",
+        "--run-dir",
+        "a dir/ü",
+        "--dataset",
+        'q"\\uote',
+    ]
     argv += ["--keep-checkpoints", "0", "--head-dim", "32", "--tie-word-embeddings", "--zero", "2"]
     argv += ["--rope-scaling", json.dumps(SCALING), "--beta2", str(1 - 2**-53)]
     config = parse_flags(argv)
     assert config.run_dir == Path("a dir/ü") and config.model.rope_scaling.factor == 8.0
     assert config.optimizer.beta2 == 1 - 2**-53
     assert_reads_back(config)
-    # --batch-size none is absent from the file, and none again when it is read.
-    assert_reads_back(parse_flags(["--batch-size", "None", "--num-key-value-heads", "None"]))
+    # --micro-batch-size none is absent from the file, and none again when it is read.
+    assert_reads_back(parse_flags(["--micro-batch-size", "None", "--num-key-value-heads", "None"]))
 
 
 def leaves(schema: type[BaseModel] = Config) -> dict[str, str]:
@@ -418,7 +427,7 @@ def test_scaling_of_the_same_value_matches():
     "argv",
     [
         "--tp 2 --zero 2 --sequence-parallel on",
-        "--batch-size 2",
+        "--micro-batch-size 2",
         "--log-every 1 --eval-every 0 --eval-batches 3",
         "--checkpoint-every 7 --keep-checkpoints 0 --comm-timeout 5",
         "--wandb disabled --wandb-project other",
@@ -507,7 +516,9 @@ def test_a_run_directory_alone_has_its_recipe(capsys):
     assert parse_flags(["--run-dir", "run", "--recipe", "debug"]).optimizer.lr == 3e-3
     assert parse_flags(["--run-dir", "other"]).optimizer.lr == 3e-3
     # Its layout is one of many: it gives way to a flag, and where it does not fit the processes.
-    text = to_toml(parse_flags(["--tp", "4", "--zero", "1", "--batch-size", "2", "--lr", "1e-4"]))
+    text = to_toml(
+        parse_flags(["--tp", "4", "--zero", "1", "--micro-batch-size", "2", "--lr", "1e-4"])
+    )
     Path("run", "config.toml").write_text(text)
     for argv, world_size, layout in (
         ([], 4, (4, 1, 1, 2)),
@@ -518,7 +529,7 @@ def test_a_run_directory_alone_has_its_recipe(capsys):
         (["--steps", "9", "--log-every", "1"], 4, (4, 1, 1, 2)),
     ):
         config = parse_flags(["--run-dir", "run", *argv], world_size=world_size)
-        sizes = config.layout.tp, config.layout.pp, config.layout.zero, config.step.batch_size
+        sizes = config.layout.tp, config.layout.pp, config.layout.zero, config.step.micro_batch_size
         assert sizes == layout and config.optimizer.lr == 1e-4
     Path("run", "config.toml").write_text("[step]\nsteps = 'x'\n")
     with pytest.raises(ConfigError, match=r"--run-dir run: run/config\.toml: line 2, .*--recipe"):

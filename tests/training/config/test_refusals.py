@@ -76,7 +76,11 @@ def test_the_table_of_what_composes_is_in_the_docs():
 
 # What is said, of which values, of which flags.
 RULES = [
-    ("greater than 0", "0 -1", "--steps --global-batch-size --batch-size --seq-len --log-every"),
+    (
+        "greater than 0",
+        "0 -1",
+        "--steps --global-batch-size --micro-batch-size --seq-len --log-every",
+    ),
     (
         "greater than 0",
         "0 -1",
@@ -172,9 +176,9 @@ ROWS = {
         ["--global-batch-size 7", "3 data-parallel", "9"],
     ),
     "batch": (
-        "--batch-size 3",
+        "--micro-batch-size 3",
         world(2),
-        ["--batch-size 3", "4 sequences", "--global-batch-size 8", "dp 2", "1, 2 or 4"],
+        ["--micro-batch-size 3", "4 sequences", "--global-batch-size 8", "dp 2", "1, 2 or 4"],
     ),
     "replicas": (
         "--dp-replicate 3 --tp 2",
@@ -212,9 +216,16 @@ ROWS = {
         ["--pp 2", "interleaved", "4 stages", "--num-hidden-layers 3", "--pp-schedule 1f1b"],
     ),
     "pipeline-micro-batches": (
-        "--pp 2 --batch-size 8",
+        "--pp 2 --micro-batch-size 8",
         world(2),
-        ["--pp 2", "1f1b", "at least 2", "--batch-size 8", "1 of the 8", "--batch-size 4"],
+        [
+            "--pp 2",
+            "1f1b",
+            "at least 2",
+            "--micro-batch-size 8",
+            "1 of the 8",
+            "--micro-batch-size 4",
+        ],
     ),
     "pipeline-batch": (
         "--pp 4 --global-batch-size 4",
@@ -222,9 +233,16 @@ ROWS = {
         ["--pp 4", "at least 4", "2 sequences", "--global-batch-size 4 / dp 2", "batch-size 8"],
     ),
     "pipeline-rounds": (
-        "--pp 2 --pp-schedule interleaved --global-batch-size 6 --batch-size 2",
+        "--pp 2 --pp-schedule interleaved --global-batch-size 6 --micro-batch-size 2",
         world(2),
-        ["--pp 2", "interleaved", "a multiple of 2", "--batch-size 2", "3 of", "--batch-size 3"],
+        [
+            "--pp 2",
+            "interleaved",
+            "a multiple of 2",
+            "--micro-batch-size 2",
+            "3 of",
+            "--micro-batch-size 3",
+        ],
     ),
     "pipeline-zero": (
         "--pp 2 --pp-schedule zbv",

@@ -628,7 +628,7 @@ def test_overwritten_tokens_are_found(tmp_path, monkeypatch, large):
                     seed=0,
                     dp_rank=0,
                     dp=1,
-                    batch_size=len(data),
+                    micro_batch_size=len(data),
                 )
         else:
             with pytest.raises(DataError, match="holds other tokens"):
@@ -759,7 +759,7 @@ def test_number_of_sequences(tokens, full, with_tail):
     data = Sequences(np.arange(tokens, dtype=np.uint16), 4)
     assert (len(data), data.len_with_tail) == (full, with_tail)
     assert data.read(np.array([7, 8]))[1].tolist() == [[IGNORE_INDEX] * 4] * 2
-    batches = eval_batches(data, global_batch_size=2, dp_rank=0, dp=1, batch_size=2)
+    batches = eval_batches(data, global_batch_size=2, dp_rank=0, dp=1, micro_batch_size=2)
     assert len(list(batches)) == -(-with_tail // 2)
 
 
@@ -813,20 +813,26 @@ def test_order_of_no_samples_is_refused():
 SMALL = Sequences(np.arange(1, 60, dtype=np.uint16), 3)  # 19 sequences, ids are positions + 1
 
 
-@pytest.mark.parametrize("dp, batch_size", [(1, 8), (1, 2), (2, 4), (2, 1), (4, 2), (4, 1), (8, 1)])
-def test_ranks_together_read_the_order_of_one_rank(dp, batch_size):
+@pytest.mark.parametrize(
+    "dp, micro_batch_size", [(1, 8), (1, 2), (2, 4), (2, 1), (4, 2), (4, 1), (8, 1)]
+)
+def test_ranks_together_read_the_order_of_one_rank(dp, micro_batch_size):
     step_args = {"global_batch_size": 8, "seed": 5}
     for step in (0, 1, 2, 7):
-        [(inputs, targets)] = train_batch(SMALL, step, dp_rank=0, dp=1, batch_size=8, **step_args)
+        [(inputs, targets)] = train_batch(
+            SMALL, step, dp_rank=0, dp=1, micro_batch_size=8, **step_args
+        )
         positions = np.arange(8 * step, 8 * step + 8)
         assert (inputs[:, 0] - 1).div(3).tolist() == sample_indices(positions, 19, 5).tolist()
         ranks = [
-            train_batch(SMALL, step, dp_rank=rank, dp=dp, batch_size=batch_size, **step_args)
+            train_batch(
+                SMALL, step, dp_rank=rank, dp=dp, micro_batch_size=micro_batch_size, **step_args
+            )
             for rank in range(dp)
         ]
-        assert {len(rank) for rank in ranks} == {8 // dp // batch_size}
+        assert {len(rank) for rank in ranks} == {8 // dp // micro_batch_size}
         pairs = list(itertools.chain(*ranks))
-        assert all(pair[0].shape == (batch_size, 3) for pair in pairs)
+        assert all(pair[0].shape == (micro_batch_size, 3) for pair in pairs)
         assert torch.equal(torch.cat([pair[0] for pair in pairs]), inputs)
         assert torch.equal(torch.cat([pair[1] for pair in pairs]), targets)
 
@@ -835,7 +841,7 @@ def test_each_sample_once_per_epoch_over_all_ranks():
     read = []
     for step, rank in itertools.product(range(19), range(4)):
         for inputs, _ in train_batch(
-            SMALL, step, global_batch_size=4, seed=0, dp_rank=rank, dp=4, batch_size=1
+            SMALL, step, global_batch_size=4, seed=0, dp_rank=rank, dp=4, micro_batch_size=1
         ):
             read.append((inputs[0, 0].item() - 1) // 3)
     for epoch in range(4):
@@ -845,7 +851,7 @@ def test_each_sample_once_per_epoch_over_all_ranks():
 
 def held_out(sequences, dp, **sizes):
     """Per rank, the number of micro-batches and the real targets."""
-    sizes = {"global_batch_size": 2 * dp, "batch_size": 1, **sizes}
+    sizes = {"global_batch_size": 2 * dp, "micro_batch_size": 1, **sizes}
     counts, targets = [], []
     for rank in range(dp):
         batches = [
