@@ -17,7 +17,8 @@ from planner import report
 from planner.machine import load_machine, ranks_on_a_node, write_calibration
 from planner.memory import Options, memory, memory_options
 from planner.search import Search
-from recipes.plan.__main__ import main, own_flags
+from recipes.plan.__main__ import main
+from recipes.plan.planning import own_flags
 from tests.ranks import free_port
 from tests.runs import REPO, run_main
 from training.config.command_line import load_recipe, parse_flags
@@ -153,7 +154,7 @@ def test_memory_never_grows_with_what_saves_it():
 
 
 def test_a_plan_without_torch():
-    code = "import sys; from recipes.plan import main; main(sys.argv[1:]); "
+    code = "import sys; from recipes.plan.__main__ import main; main(sys.argv[1:]); "
     code += "sys.exit('torch' in sys.modules)"
     subprocess.run(
         [sys.executable, "-c", code, *LLAMA_70B, "--memory-only"],
