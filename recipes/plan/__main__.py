@@ -40,7 +40,8 @@ CALIBRATION = (
 )
 CALIBRATE = (
     "measure this machine in about a minute with the shapes of a training, and write its "
-    "constants; for collectives under torchrun, with the training's --tp, --cp, --pp, --dp-replicate"
+    "constants; for collectives under torchrun, with the training's --tp, --cp, --pp, "
+    "--dp-replicate"
 )
 
 
