@@ -23,12 +23,16 @@ from parallel.stages import Stage, make_stages
 from planner.machine import Constants, Machine, load_machine
 from planner.memory import (
     Facts,
+    MicroBatch,
     Options,
     block_bytes,
+    holding,
     in_flight,
-    memory,
     micro_batch_bytes,
+    rank_memory,
     stage_parameters,
+    unit_sizes,
+    working_bytes,
 )
 from planner.search import CONTEXT_GIB, FRAGMENTATION, GIB
 from planner.time import step_time
@@ -207,7 +211,9 @@ def predicted_gib(row: Row) -> float:
         ranks[stage.pp_rank].append(stage)
     found = []
     for stages in list(ranks.values()) or [()]:
-        held = memory(row.model, row.layout, row.options, stages, row.facts)
+        units = unit_sizes(row.model, row.layout)
+        rank = holding(row.model, stages)
+        held = rank_memory(row.layout, row.options, rank, units, _micro_batch(row))
         total = held.total
         if row.source in WHOLE:
             shared = row.layout.dp if row.cells["zero"] == "1" else 1
@@ -218,6 +224,20 @@ def predicted_gib(row: Row) -> float:
             total += _torch_buffers(row, stages) - held.buffers
         found.append(total)
     return max(found) * FRAGMENTATION / GIB
+
+
+def _micro_batch(row: Row) -> MicroBatch:
+    """What a micro-batch of the row's trainer holds, in place of what ours does."""
+    model, layout, options, kept = row.model, row.layout, row.options, row.facts.block_bytes
+    uncheckpointed = replace(options, activation_checkpoint="none")
+    computed_again = kept(model, layout, uncheckpointed) - kept(model, layout, options)
+    logits = layout.batch_size * options.seq_len // layout.cp * model.vocab_size
+    return micro_batch_bytes(model, layout, options)._replace(
+        block=kept(model, layout, options),
+        loss_kept=4 * logits // layout.tp,
+        loss=round(row.facts.logit_bytes * logits / layout.tp),
+        working=working_bytes(model, layout, uncheckpointed) + max(0, computed_again),
+    )
 
 
 def _torch_buffers(row: Row, stages: list[Stage]) -> int:
