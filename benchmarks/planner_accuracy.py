@@ -41,16 +41,24 @@ from training.config.command_line import Parser
 
 ROWS = Path(__file__).parent.parent / "tests" / "planner_rows.csv"
 GPUS = {
-    "A100-40": "a100-40", "A100-80": "a100-80", "H100-80": "h100", "H200-SXM": "h200",
+    "A100-40": "a100-40",
+    "A100-80": "a100-80",
+    "H100-80": "h100",
+    "H200-SXM": "h200",
     "H100-96-HBM2e-500W": "h100",
-}  # fmt: skip
+}
 # Of torchtitan's runs on H100: memory of 2.4 TB/s, and a limit of 500 W in place of 700.
 SLOWER = "H100-96-HBM2e-500W"
 SOURCES = "torchtitan", "nanotron", "hagemann", "dgxc", "llm", "fms"
 TIMED = [
-    ("dgxc", "H100-80"), ("hagemann", "A100-80"), ("llm", "A100-80"), ("llm", "A100-40"),
-    ("fms", ""), ("torchtitan", "A100-80"), ("torchtitan", SLOWER),
-]  # fmt: skip
+    ("dgxc", "H100-80"),
+    ("hagemann", "A100-80"),
+    ("llm", "A100-80"),
+    ("llm", "A100-40"),
+    ("fms", ""),
+    ("torchtitan", "A100-80"),
+    ("torchtitan", SLOWER),
+]
 # Every so many rows one is for calibration; the errors are those of the others.
 CALIBRATED_EVERY = 4
 # Largest bytes per local logit of cross-entropy, measured with live tensors on a CPU: of float()
@@ -157,19 +165,29 @@ def read_row(cells: dict) -> Row:
 
     ffn = whole("ffn") if cells["arch"] == "swiglu" else whole("ffn") * 2 // 3
     model = LlamaConfig(
-        hidden_size=whole("hidden"), intermediate_size=ffn, num_hidden_layers=whole("layers"),
-        num_attention_heads=whole("heads"), num_key_value_heads=whole("kv_heads"),
-        vocab_size=whole("vocab"), tie_word_embeddings=cells["tied"] == "1",
-    )  # fmt: skip
+        hidden_size=whole("hidden"),
+        intermediate_size=ffn,
+        num_hidden_layers=whole("layers"),
+        num_attention_heads=whole("heads"),
+        num_key_value_heads=whole("kv_heads"),
+        vocab_size=whole("vocab"),
+        tie_word_embeddings=cells["tied"] == "1",
+    )
     dp, tp, pp, chunks = (whole(name) for name in ("dp", "tp", "pp", "vpp"))
     share = whole("gbs") // dp
     size = whole("mbs", max(1, share // pp))
     source, seq_len = cells["source"].split("-")[0], whole("seq")
     zero = 1 if pp > 1 else whole("zero", 3)
     layout = Layout(
-        dp, tp, size, share // size, cp=whole("cp"), zero=zero, pp=pp,
+        dp,
+        tp,
+        size,
+        share // size,
+        cp=whole("cp"),
+        zero=zero,
+        pp=pp,
         pp_schedule="interleaved" if chunks == 2 else "1f1b",
-    )  # fmt: skip
+    )
     checkpoint = cells["ac"].rstrip("?").replace("_op", "") or "none"
     compiled = cells["compile"] != "0" if source == "dgxc" else cells["compile"] == "1"
     parallel = tp > 1 and (cells["sp"] == "1" or source == "torchtitan")
@@ -200,7 +218,7 @@ def read_rows(file: Path) -> list[Row]:
             for cells in csv.DictReader(f)
             if cells["core"] == "1" and cells["source"].split("-")[0] in SOURCES
             if cells["gpu"] in GPUS and cells["gbs"] and cells["ac"] != "selective_layer2"
-        ]  # fmt: skip
+        ]
     return [read_row(cells) for cells in rows]
 
 
@@ -367,8 +385,13 @@ def _labels_table(labels: list[tuple[Row, float, bool]]) -> list[str]:
 def main() -> int:
     """Print the table."""
     parser = Parser(prog="python -m benchmarks.planner_accuracy", description=__doc__)
-    parser.add_argument("--rows", type=Path, default=ROWS, metavar="FILE.csv",
-                        help="published runs (default: the excerpt of the tests)")  # fmt: skip
+    parser.add_argument(
+        "--rows",
+        type=Path,
+        default=ROWS,
+        metavar="FILE.csv",
+        help="published runs (default: the excerpt of the tests)",
+    )
     parser.add_argument("--residuals", action="store_true", help="also print the error of each row")
     options = parser.parse_args()
     rows = read_rows(options.rows)
@@ -390,10 +413,12 @@ def main() -> int:
         lines.append(f"{source}: {len(chosen) - len(others)} rows fitted, {constants}")
     correlations, regrets = rankings(chosen, constants)
     print("\n".join(columns(table)) + "\n")
-    print(f"hagemann, {len(correlations)} sweeps: rank correlation median "
-          f"{statistics.median(correlations):.2f}, mean {statistics.mean(correlations):.2f}; the "
-          f"first pick loses {statistics.median(regrets):.1%} in the median, {max(regrets):.1%} at "
-          "most")  # fmt: skip
+    print(
+        f"hagemann, {len(correlations)} sweeps: rank correlation median "
+        f"{statistics.median(correlations):.2f}, mean {statistics.mean(correlations):.2f}; the "
+        f"first pick loses {statistics.median(regrets):.1%} in the median, {max(regrets):.1%} at "
+        "most"
+    )
     labels = memory_labels(rows)
     right = statistics.mean((part > 1) == out for _, part, out in labels)
     print(f"hagemann, {len(labels)} runs: {right:.1%} rightly said to run out of memory or not\n")

@@ -47,9 +47,11 @@ def run_ranks(function: Callable, processes: int, *args) -> dict:
         port = s.getsockname()[1]
     with tempfile.NamedTemporaryFile() as out:
         multiprocessing.start_processes(
-            _rank, (function, processes, port, out.name, args), nprocs=processes,
+            _rank,
+            (function, processes, port, out.name, args),
+            nprocs=processes,
             start_method="fork",
-        )  # fmt: skip
+        )
         return json.loads(Path(out.name).read_text())
 
 
@@ -84,10 +86,18 @@ class Training:
         """One optimizer step."""
         self._step += 1
         optimizer_step(
-            self._trained, self.optimizer, self._batch, self.tokens_per_step, self.ranks,
-            zero=self.layout.zero, pipeline=self.pipeline, lr=1e-4, grad_clip=1.0,
-            step=self._step, fault=self._fault,
-        )  # fmt: skip
+            self._trained,
+            self.optimizer,
+            self._batch,
+            self.tokens_per_step,
+            self.ranks,
+            zero=self.layout.zero,
+            pipeline=self.pipeline,
+            lr=1e-4,
+            grad_clip=1.0,
+            step=self._step,
+            fault=self._fault,
+        )
 
 
 def over_ranks(*values: float) -> list[list[float]]:

@@ -27,12 +27,17 @@ from training.config.schema import Config
 
 # Of the constants, as planner/machine.py explains them.
 MEANING = {
-    "matmul": "of the best matrix product", "half": "of the size that reaches half of it",
-    "attention": "of the best matrix product", "hbm": "of the memory's bandwidth",
-    "link": "of the bandwidth within a node", "nic": "of the bandwidth between nodes",
-    "latency": "s of a collective", "host": "s to queue a block", "fixed": "s of a step; stays",
+    "matmul": "of the best matrix product",
+    "half": "of the size that reaches half of it",
+    "attention": "of the best matrix product",
+    "hbm": "of the memory's bandwidth",
+    "link": "of the bandwidth within a node",
+    "nic": "of the bandwidth between nodes",
+    "latency": "s of a collective",
+    "host": "s to queue a block",
+    "fixed": "s of a step; stays",
     "overlap": "of the computing, under which transfers hide",
-}  # fmt: skip
+}
 
 
 def known_machine(gpu: str | None, launch: Launch) -> Machine | None:

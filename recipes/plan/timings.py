@@ -180,8 +180,10 @@ class Calibration:
         layout = replace(self.layout, batch_size=batch, cp=1)
         options = replace(
             memory_options(self.config, self.cuda),
-            seq_len=seq, activation_checkpoint="none", compile=compiled,
-        )  # fmt: skip
+            seq_len=seq,
+            activation_checkpoint="none",
+            compile=compiled,
+        )
 
         def predict(machine: Machine) -> float:
             return block_seconds(self.config.model, layout, options, machine)
@@ -202,16 +204,22 @@ class Calibration:
     def _narrow(self, blocks: int, compiled: bool) -> float:
         config, tp, device = self.config, self.layout.tp, self.ranks.device
         narrow = {
-            "hidden_size": 64, "intermediate_size": 64 * tp, "vocab_size": 64 * tp,
-            "num_hidden_layers": blocks, "head_dim": config.model.head_size,
-        }  # fmt: skip
+            "hidden_size": 64,
+            "intermediate_size": 64 * tp,
+            "vocab_size": 64 * tp,
+            "num_hidden_layers": blocks,
+            "head_dim": config.model.head_size,
+        }
         wide = torch.promote_types(self.dtype, torch.float32)
         with torch.device("meta"):
             model = Llama(config.model.model_copy(update=narrow)).to(wide)
         options = config.plan_options(cuda=self.cuda) | {
-            "dtype": self.dtype, "compile": compiled, "activation_checkpoint": "none",
-            "grad_compression": "none", "loss_chunks": 1,
-        }  # fmt: skip
+            "dtype": self.dtype,
+            "compile": compiled,
+            "activation_checkpoint": "none",
+            "grad_compression": "none",
+            "loss_chunks": 1,
+        }
         if self.cuda or self.layout.world_size == 1:
             parallelize(model, self.ranks.mesh, zero=self.layout.zero, **options)
         else:
