@@ -100,13 +100,29 @@ def minimum(training_flags: list[str], sizes: dict[str, int]) -> collections.Cou
 def main() -> int:
     """Count on each layout, print a row per mesh dim and kind, write JSON; 1 if any is above."""
     parser = Parser(prog="python -m benchmarks.communication", description=__doc__)
-    parser.add_argument("--layouts", nargs="+", metavar="DPxTP", default=[
-        "1x1", "1x8", "2x4", "4x2", "8x1", "2x2", "1x4", "4x1", "rep2-dp2-tp2", "dp2-cp2-tp2",
-        "pp2-dp2-tp2",
-    ])  # fmt: skip
+    parser.add_argument(
+        "--layouts",
+        nargs="+",
+        metavar="DPxTP",
+        default=[
+            "1x1",
+            "1x8",
+            "2x4",
+            "4x2",
+            "8x1",
+            "2x2",
+            "1x4",
+            "4x1",
+            "rep2-dp2-tp2",
+            "dp2-cp2-tp2",
+            "pp2-dp2-tp2",
+        ],
+    )
     options = parser.parse_args()
-    print("| layout | sequence parallel | dim | collective | per step | minimum | bytes | minimum "
-          "| ratio |\n|---|---|---|---|---|---|---|---|---|")  # fmt: skip
+    print(
+        "| layout | sequence parallel | dim | collective | per step | minimum | bytes | minimum "
+        "| ratio |\n|---|---|---|---|---|---|---|---|---|"
+    )
     records = []
     for name in options.layouts:
         sizes = parse_layout(name)
@@ -124,9 +140,12 @@ def main() -> int:
                 row["ratio"] = row["bytes"] / row["minimum_bytes"] if row["minimum_bytes"] else None
                 records.append(row)
                 ratio = "above" if row["ratio"] is None else f"{row['ratio']:.2f}"
-                print(f"| {name} | {mode} | {dim} | {kind} | {row['count']} | "
-                      f"{row['minimum_count']} | {row['bytes']:,} | {row['minimum_bytes']:,} | "
-                      f"{ratio} |", flush=True)  # fmt: skip
+                print(
+                    f"| {name} | {mode} | {dim} | {kind} | {row['count']} | "
+                    f"{row['minimum_count']} | {row['bytes']:,} | {row['minimum_bytes']:,} | "
+                    f"{ratio} |",
+                    flush=True,
+                )
     write_json("communication", records)
     return int(any(r["ratio"] != 1 or r["count"] != r["minimum_count"] for r in records))
 

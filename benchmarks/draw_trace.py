@@ -45,9 +45,13 @@ def main() -> int:
     everything = [e["ts"] for events in traces.values() for e in events if e.get("ph") == "X"]
     zero = min(ts for ts in everything if ts > 0)
     figure, (lanes, memory) = plt.subplots(
-        2, 1, sharex=True, figsize=(10, 1.5 + len(traces) + 1.5),
-        height_ratios=[len(traces) * 2, 3], layout="constrained",
-    )  # fmt: skip
+        2,
+        1,
+        sharex=True,
+        figsize=(10, 1.5 + len(traces) + 1.5),
+        height_ratios=[len(traces) * 2, 3],
+        layout="constrained",
+    )
 
     def ms(found: list[tuple[float, float]]) -> list[tuple[float, float]]:
         return [((start - zero) / 1e3, length / 1e3) for start, length in found]

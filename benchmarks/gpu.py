@@ -27,10 +27,16 @@ from training.config.command_line import parse_flags
 MODELS = {
     "1B": ["--recipe", "llama3_1b", "--seq-len", "4096"],
     "four 8B blocks": [
-        "--recipe", "llama3_8b", "--seq-len", "4096", "--num-hidden-layers", "4",
-        "--vocab-size", "32768",
+        "--recipe",
+        "llama3_8b",
+        "--seq-len",
+        "4096",
+        "--num-hidden-layers",
+        "4",
+        "--vocab-size",
+        "32768",
     ],
-}  # fmt: skip
+}
 OPTIONS = {
     "eager": [],
     "compiled": ["--compile"],

@@ -8,196 +8,46 @@ row. Torch-free.
 """
 
 import collections
-import csv
 import itertools
 import math
 import statistics
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
+from benchmarks.published_runs import GPUS, ROWS, SLOWER, Row, read_rows
 from common.text import columns
-from models.config import LlamaConfig
-from parallel.layout import Layout
-from parallel.stages import Stage, make_stages
+from parallel.stages import Stage, bubble_fraction
 from planner.machine import Constants, Machine, load_machine
 from planner.memory import (
-    Facts,
-    Options,
-    block_bytes,
+    MicroBatch,
+    holding,
     in_flight,
-    memory,
     micro_batch_bytes,
+    rank_memory,
     stage_parameters,
+    unit_sizes,
+    working_bytes,
 )
 from planner.search import CONTEXT_GIB, FRAGMENTATION, GIB
 from planner.time import step_time
 from recipes.plan.learn import fit
 from training.config.command_line import Parser
 
-ROWS = Path(__file__).parent.parent / "tests" / "planner_rows.csv"
-GPUS = {
-    "A100-40": "a100-40", "A100-80": "a100-80", "H100-80": "h100", "H200-SXM": "h200",
-    "H100-96-HBM2e-500W": "h100",
-}  # fmt: skip
-# Of torchtitan's runs on H100: memory of 2.4 TB/s, and a limit of 500 W in place of 700.
-SLOWER = "H100-96-HBM2e-500W"
-SOURCES = "torchtitan", "nanotron", "hagemann", "dgxc", "llm", "fms"
 TIMED = [
-    ("dgxc", "H100-80"), ("hagemann", "A100-80"), ("llm", "A100-80"), ("llm", "A100-40"),
-    ("fms", ""), ("torchtitan", "A100-80"), ("torchtitan", SLOWER),
-]  # fmt: skip
+    ("dgxc", "H100-80"),
+    ("hagemann", "A100-80"),
+    ("llm", "A100-80"),
+    ("llm", "A100-40"),
+    ("fms", ""),
+    ("torchtitan", "A100-80"),
+    ("torchtitan", SLOWER),
+]
 # Every so many rows one is for calibration; the errors are those of the others.
 CALIBRATED_EVERY = 4
-# Largest bytes per local logit of cross-entropy, measured with live tensors on a CPU: of float()
-# logits, with those in 16 bits kept, as torchtitan did, or not; of DTensor's loss_parallel; and of
-# a compiled loss.
-FLOAT_LOGITS, KEPT_LOGITS, LOSS_PARALLEL, COMPILED_LOSS = 12.3, 14.3, 22.3, 6.3
-# An RMSNorm of single operations reads and writes about 30 bytes an element more than a fused one.
-UNFUSED_STREAM_BYTES = 28 + 2 * 30
 # Bytes per parameter whole on each rank, and of those that ZeRO-1 shares out: 16-bit weights,
 # gradients, for nanotron in float32 and in 16 bits; master weights and moments.
 WHOLE, SHARED = {"nanotron": 2 + 4 + 2, "hagemann": 2 + 2}, 12
-
-
-@dataclass(frozen=True)
-class Row:
-    """A published run: its cells, and what it is in our terms."""
-
-    cells: dict
-    model: LlamaConfig
-    layout: Layout
-    options: Options
-    stages: list[Stage]
-    facts: Facts
-
-    @property
-    def source(self) -> str:
-        """Who published it."""
-        return self.cells["source"].split("-")[0]
-
-    @property
-    def name(self) -> str:
-        """For a line of its own."""
-        return f"{self.cells['source']} {self.cells['model']} {self.layout.name}"
-
-    def number(self, column: str) -> float | None:
-        """A measured value, if it was published."""
-        return float(self.cells[column]) if self.cells[column] else None
-
-    @property
-    def seconds(self) -> float | None:
-        """Of a step, if its speed was published."""
-        if self.cells["step_s"] or not (self.cells["tokens_s_gpu"] and self.cells["gbs"]):
-            return self.number("step_s")
-        tokens = self.number("gbs") * self.options.seq_len
-        return tokens / self.number("tokens_s_gpu") / self.number("n_gpus")
-
-
-def _block_bytes(cells: dict):
-    """What a block of another trainer keeps: Korthikanti et al. 2022 for SwiGLU, grouped queries
-    and flash attention."""
-    source = cells["source"].split("-")[0]
-
-    def kept(model: LlamaConfig, layout: Layout, options: Options) -> int:
-        t, d = layout.tp, model.hidden_size
-        tokens = layout.micro_batch_size * options.seq_len // layout.cp
-        k, f, heads = model.kv_heads * model.head_size, model.intermediate_size, 4
-        u = t if options.sequence_parallel else 1
-        x, heads = 2 * d / u, 4 * model.num_attention_heads / t
-        if options.activation_checkpoint == "full":
-            return round(tokens * x)
-        if options.activation_checkpoint == "selective":
-            # torchtitan's: every second matrix product, attention, and what was scattered; or the
-            # sum that compilation does not keep.
-            scattered = 2 * x if t > 1 else 0 if options.compile else x
-            matrices = 2 * (d + k) / t + 2 * d / t + 2 * f / t
-            return round(tokens * (x + matrices + heads + scattered))
-        # The gathered input of each region is kept, not gathered again as Megatron-LM does.
-        total = 2 * x + 4 * d + 2 * (d + 2 * k) / t + 2 * d / t + heads + 8 * f / t + 8 / u
-        if source == "hagemann":
-            total += 2 * d / t  # the result of attention, by heads and by tokens
-            total += 0 if "RMS" in cells["note"] else 2 * 6 * d / u
-        return round(tokens * total)
-
-    return kept if source in ("torchtitan", "nanotron", "hagemann") else block_bytes
-
-
-def _facts(cells: dict, tp: int, bubble: float) -> Facts:
-    source = cells["source"].split("-")[0]
-    logits = FLOAT_LOGITS
-    if source == "torchtitan":
-        logits = LOSS_PARALLEL if tp > 1 else KEPT_LOGITS
-        logits = COMPILED_LOSS if "2025" in cells["source"] else logits
-    elif source == "hagemann":
-        logits = KEPT_LOGITS * tp  # whole ones, gathered by each rank
-    unfused = source == "hagemann" and "RMS" not in cells["note"]
-    return Facts(
-        logit_bytes=logits,
-        block_bytes=_block_bytes(cells),
-        stream_bytes=UNFUSED_STREAM_BYTES if unfused else 28,
-        bubble=bubble,
-    )
-
-
-def read_row(cells: dict) -> Row:
-    """A row of the file in our terms.
-
-    A feed-forward without gate counts as a SwiGLU with as many weights. Stages are balanced as ours
-    are, those of dgxc even, and Hagemann's even with embedding, norm and head counted as blocks. A
-    pipeline whose micro-batch is not stated has as many as stages, torchtitan's default then.
-    """
-
-    def whole(name: str, default: int = 1) -> int:
-        return int(float(cells[name])) if cells[name] else default
-
-    ffn = whole("ffn") if cells["arch"] == "swiglu" else whole("ffn") * 2 // 3
-    model = LlamaConfig(
-        hidden_size=whole("hidden"), intermediate_size=ffn, num_hidden_layers=whole("layers"),
-        num_attention_heads=whole("heads"), num_key_value_heads=whole("kv_heads"),
-        vocab_size=whole("vocab"), tie_word_embeddings=cells["tied"] == "1",
-    )  # fmt: skip
-    dp, tp, pp, chunks = (whole(name) for name in ("dp", "tp", "pp", "vpp"))
-    share = whole("gbs") // dp
-    size = whole("mbs", max(1, share // pp))
-    source, seq_len = cells["source"].split("-")[0], whole("seq")
-    zero = 1 if pp > 1 else whole("zero", 3)
-    layout = Layout(
-        dp, tp, size, share // size, cp=whole("cp"), zero=zero, pp=pp,
-        pp_schedule="interleaved" if chunks == 2 else "1f1b",
-    )  # fmt: skip
-    checkpoint = cells["ac"].rstrip("?").replace("_op", "") or "none"
-    compiled = cells["compile"] != "0" if source == "dgxc" else cells["compile"] == "1"
-    parallel = tp > 1 and (cells["sp"] == "1" or source == "torchtitan")
-    options = Options(seq_len, parallel, checkpoint, compile=compiled)
-    bubble = (pp - 1) / (chunks * layout.micro_batches + pp - 1)
-    facts = _facts(cells, tp, bubble)
-    stages = _stages(source, model, layout, chunks, seq_len) if pp > 1 else []
-    return Row(cells, model, layout, options, stages, facts)
-
-
-def _stages(source: str, model: LlamaConfig, layout: Layout, chunks: int, seq_len: int) -> list:
-    if source not in ("dgxc", "hagemann"):
-        return make_stages(model, layout.pp_schedule, layout.pp, seq_len)
-    n, layers = layout.pp * chunks, model.num_hidden_layers
-    ends = [i * layers // n for i in range(n + 1)]
-    if source == "hagemann":
-        size, longer = divmod(layers + 3, n)
-        ends = [min(layers, max(0, i * size + min(i, longer) - 1)) for i in range(n + 1)]
-    return [Stage(i, n, i % layout.pp, range(*ends[i : i + 2])) for i in range(n)]
-
-
-def read_rows(file: Path) -> list[Row]:
-    """The usable rows of a file: of known trainers and GPUs, and not suspect. Left out is
-    checkpointing of every second block, which is not ours."""
-    with file.open(newline="") as f:
-        rows = [
-            cells
-            for cells in csv.DictReader(f)
-            if cells["core"] == "1" and cells["source"].split("-")[0] in SOURCES
-            if cells["gpu"] in GPUS and cells["gbs"] and cells["ac"] != "selective_layer2"
-        ]  # fmt: skip
-    return [read_row(cells) for cells in rows]
 
 
 def predicted_gib(row: Row) -> float:
@@ -207,7 +57,9 @@ def predicted_gib(row: Row) -> float:
         ranks[stage.pp_rank].append(stage)
     found = []
     for stages in list(ranks.values()) or [()]:
-        held = memory(row.model, row.layout, row.options, stages, row.facts)
+        units = unit_sizes(row.model, row.layout)
+        rank = holding(row.model, stages)
+        held = rank_memory(row.layout, row.options, rank, units, _micro_batch(row))
         total = held.total
         if row.source in WHOLE:
             shared = row.layout.dp if row.cells["zero"] == "1" else 1
@@ -218,6 +70,21 @@ def predicted_gib(row: Row) -> float:
             total += _torch_buffers(row, stages) - held.buffers
         found.append(total)
     return max(found) * FRAGMENTATION / GIB
+
+
+def _micro_batch(row: Row) -> MicroBatch:
+    """What a micro-batch of the row's trainer holds, in place of what ours does."""
+    model, layout, options = row.model, row.layout, row.options
+    uncheckpointed = replace(options, activation_checkpoint="none")
+    kept = row.block_bytes(row.facts.checkpoint)
+    logits = layout.micro_batch_size * options.seq_len // layout.cp * model.vocab_size
+    return micro_batch_bytes(model, layout, options)._replace(
+        block=kept,
+        loss_kept=4 * logits // layout.tp,
+        loss=round(row.facts.logit_bytes * logits / layout.tp),
+        working=working_bytes(model, layout, uncheckpointed)
+        + max(0, row.block_bytes("none") - kept),
+    )
 
 
 def _torch_buffers(row: Row, stages: list[Stage]) -> int:
@@ -245,7 +112,13 @@ def predicted_seconds(row: Row, constants: Constants | None = None) -> float:
     """Of a step."""
     found = machine(row)
     found = replace(found, constants=constants) if constants else found
-    return step_time(row.model, row.layout, row.options, found, row.stages, row.facts).total
+    x, block = row.layout, row.block_seconds(found)
+    time = step_time(row.model, x, row.options, found, row.stages, block)
+    ours = bubble_fraction(x.pp_schedule, x.pp, x.micro_batches) if x.pp > 1 else 0.0
+    if not ours:
+        return time.total
+    theirs = row.facts.bubble
+    return time.total + time.bubble * (theirs / (1 - theirs) / (ours / (1 - ours)) - 1)
 
 
 def calibrate(rows: list[Row]) -> tuple[Constants, list[Row]]:
@@ -347,8 +220,13 @@ def _labels_table(labels: list[tuple[Row, float, bool]]) -> list[str]:
 def main() -> int:
     """Print the table."""
     parser = Parser(prog="python -m benchmarks.planner_accuracy", description=__doc__)
-    parser.add_argument("--rows", type=Path, default=ROWS, metavar="FILE.csv",
-                        help="published runs (default: the excerpt of the tests)")  # fmt: skip
+    parser.add_argument(
+        "--rows",
+        type=Path,
+        default=ROWS,
+        metavar="FILE.csv",
+        help="published runs (default: the excerpt of the tests)",
+    )
     parser.add_argument("--residuals", action="store_true", help="also print the error of each row")
     options = parser.parse_args()
     rows = read_rows(options.rows)
@@ -370,10 +248,12 @@ def main() -> int:
         lines.append(f"{source}: {len(chosen) - len(others)} rows fitted, {constants}")
     correlations, regrets = rankings(chosen, constants)
     print("\n".join(columns(table)) + "\n")
-    print(f"hagemann, {len(correlations)} sweeps: rank correlation median "
-          f"{statistics.median(correlations):.2f}, mean {statistics.mean(correlations):.2f}; the "
-          f"first pick loses {statistics.median(regrets):.1%} in the median, {max(regrets):.1%} at "
-          "most")  # fmt: skip
+    print(
+        f"hagemann, {len(correlations)} sweeps: rank correlation median "
+        f"{statistics.median(correlations):.2f}, mean {statistics.mean(correlations):.2f}; the "
+        f"first pick loses {statistics.median(regrets):.1%} in the median, {max(regrets):.1%} at "
+        "most"
+    )
     labels = memory_labels(rows)
     right = statistics.mean((part > 1) == out for _, part, out in labels)
     print(f"hagemann, {len(labels)} runs: {right:.1%} rightly said to run out of memory or not\n")

@@ -48,9 +48,11 @@ def run_ranks(function: Callable, processes: int, *args) -> dict:
         port = s.getsockname()[1]
     with tempfile.NamedTemporaryFile() as out:
         multiprocessing.start_processes(
-            _rank, (function, processes, port, out.name, args), nprocs=processes,
+            _rank,
+            (function, processes, port, out.name, args),
+            nprocs=processes,
             start_method="fork",
-        )  # fmt: skip
+        )
         return json.loads(Path(out.name).read_text())
 
 

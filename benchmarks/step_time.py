@@ -311,13 +311,18 @@ def report(found: dict[tuple[str, str], list[dict]]) -> list[dict]:
         )
         whole = sum(record["split"].values())
         faster = ours["tokens_per_cpu_s"] / record["tokens_per_cpu_s"]
-        lines.append([
-            record["layout"], record["trainer"], f"{record['tokens_per_cpu_s']:,.0f}",
-            f"{record['spread']:.0%}", f"{faster:.2f}",
-            f"{record['peak_bytes'] / 2**20:.0f}",
-            f"{ours['peak_bytes'] / record['peak_bytes']:.2f}",
-            *(f"{seconds / whole:.0%}" for seconds in record["split"].values()),
-        ])  # fmt: skip
+        lines.append(
+            [
+                record["layout"],
+                record["trainer"],
+                f"{record['tokens_per_cpu_s']:,.0f}",
+                f"{record['spread']:.0%}",
+                f"{faster:.2f}",
+                f"{record['peak_bytes'] / 2**20:.0f}",
+                f"{ours['peak_bytes'] / record['peak_bytes']:.2f}",
+                *(f"{seconds / whole:.0%}" for seconds in record["split"].values()),
+            ]
+        )
     head = [
         "layout",
         "trainer",

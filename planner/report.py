@@ -84,10 +84,16 @@ class Report:
         x, o = plan.layout, plan.options
         error = memory_interval(plan) * plan.gib
         row = (
-            name, x.name, f"{x.zero}", x.pp_schedule if x.pp > 1 else "-",
-            f"{x.micro_batch_size}x{x.micro_batches}", o.activation_checkpoint, o.loss_chunks,
-            f"{plan.gib:.1f} ±{error:.1f}", f"{self.search.risk(plan):.0%}",
-        )  # fmt: skip
+            name,
+            x.name,
+            f"{x.zero}",
+            x.pp_schedule if x.pp > 1 else "-",
+            f"{x.micro_batch_size}x{x.micro_batches}",
+            o.activation_checkpoint,
+            o.loss_chunks,
+            f"{plan.gib:.1f} ±{error:.1f}",
+            f"{self.search.risk(plan):.0%}",
+        )
         if plan.time is None:
             return row
         speed, peak = self.speed(plan), self.machine.peak_tflops * 1e12
@@ -98,8 +104,9 @@ class Report:
         error = time_interval(self.machine)
         row += (
             f"{plan.time.total:.2f} ±{error * plan.time.total:.2f}",
-            f"{speed:,.0f} ±{error * speed:,.0f}", f"{causal:.0%}/{full:.0%}",
-        )  # fmt: skip
+            f"{speed:,.0f} ±{error * speed:,.0f}",
+            f"{causal:.0%}/{full:.0%}",
+        )
         if self.price:
             row += (f"{self.cost(plan):,.0f} ±{error * self.cost(plan):,.0f}",)
         return row
@@ -173,11 +180,12 @@ class Report:
         rows = [
             (
                 "  " + " ".join(f"--{k.replace('_', '-')} {v}" for k, v in changed.items()),
-                f"{better.gib - plan.gib:+.1f} GiB", f"to {better.gib:.1f}",
+                f"{better.gib - plan.gib:+.1f} GiB",
+                f"to {better.gib:.1f}",
                 f"{better.time.total / plan.time.total - 1:+.1%} time",
             )
             for changed, better in self.search.changes(plan.layout.world_size, flags)[:top]
-        ]  # fmt: skip
+        ]
         if not rows:
             return ["no three changes of it are enough: use more GPUs, or a layout of the table"]
         return ["so that it fits, the fastest first:", *columns(rows)]

@@ -87,29 +87,20 @@ def fit_terms(rows: Sequence[Sequence[float]], seconds: Sequence[float]) -> list
     """The factors >= 0 of the terms of ``rows`` with which the mean |log(sum / seconds)| is about
     the smallest; 0 where a term has no part in it.
 
-    Least squares, weighted anew until they are that: of what was measured some is far off, where
-    the machine did something else.
+    Non-negative least squares, reweighted until its squares are those absolute values, so that a
+    measurement which the machine has disturbed moves nothing.
     """
-    terms, wanted = np.array(rows, dtype=float), np.array(seconds, dtype=float)
-    weights = 1 / wanted
+    from scipy.optimize import nnls
+
+    terms, target = np.array(rows, dtype=float), np.array(seconds, dtype=float)
+    scale = np.maximum(terms.max(axis=0), 1e-300)
+    weights = 1 / target
     for _ in range(50):
-        found = _least_squares(terms * weights[:, None], wanted * weights)
-        sums = np.maximum(terms @ found, 1e-3 * wanted)
-        # With these the squares have the slope of the absolute logarithms.
-        weights = 1 / np.sqrt(sums * np.maximum(abs(sums - wanted), 0.01 * wanted))
-    return found.tolist()
-
-
-def _least_squares(terms: np.ndarray, wanted: np.ndarray) -> np.ndarray:
-    scale, found = np.abs(terms).max(axis=0), np.zeros(terms.shape[1])
-    left = [i for i in range(len(scale)) if scale[i]]
-    while left:
-        solved = np.linalg.lstsq(terms[:, left] / scale[left], wanted, rcond=None)[0]
-        if min(solved) >= 0:
-            found[left] = solved / scale[left]
-            break
-        left.pop(int(solved.argmin()))
-    return found
+        factors = nnls(terms / scale * weights[:, None], target * weights)[0] / scale
+        sums = np.maximum(terms @ factors, 1e-3 * target)
+        # With these weights the squares have the slope of the absolute logarithms.
+        weights = 1 / np.sqrt(sums * np.maximum(abs(sums - target), 0.01 * target))
+    return factors.tolist()
 
 
 def fit_products(products: Sequence[Work]) -> tuple[float, float]:

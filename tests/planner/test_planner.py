@@ -12,15 +12,17 @@ from dataclasses import replace
 import pytest
 
 from benchmarks import planner_accuracy
-from parallel.layout import make_layout
+from parallel.layout import Dims, make_layout
 from planner import report
 from planner.machine import load_machine, ranks_on_a_node, write_calibration
-from planner.memory import Options, memory, memory_options
+from planner.memory import Options, memory
 from planner.search import Search
-from recipes.plan.__main__ import main, own_flags
+from recipes.plan.__main__ import main
+from recipes.plan.planning import own_flags
 from tests.ranks import free_port
 from tests.runs import REPO, run_main
 from training.config.command_line import load_recipe, parse_flags
+from training.config.options import planner_options
 from training.config.schema import to_toml
 
 LLAMA_70B = ["--recipe", "llama3_70b", "--gpu", "h100", "--gpus", "256"]
@@ -79,7 +81,7 @@ def test_the_recipes_fit_where_the_readme_says():
     for name, layout, gpus in table:
         config = load_recipe(name)
         size = config.step.global_batch_size
-        search = Search(config.model, load_machine("h100"), memory_options(config), size)
+        search = Search(config.model, load_machine("h100"), planner_options(config), size)
         plan = search.at(int(gpus), own_flags(config, None))
         assert plan.layout.name == layout and search.fits(plan), (name, plan.layout, plan.gib)
 
@@ -88,7 +90,7 @@ def test_the_recipes_fit_where_the_readme_says():
 def search():
     model = load_recipe("llama3_8b").model
     model.vocab_size = 128256
-    return Search(model, load_machine("h100"), Options(8192), global_batch_size=64)
+    return Search(model, load_machine("h100"), Options(seq_len=8192), global_batch_size=64)
 
 
 def test_every_layout_is_planned_or_rejected_with_a_reason(search):
@@ -138,10 +140,9 @@ def test_memory_never_grows_with_what_saves_it():
     model.vocab_size = 128256
 
     def total(tp: int, dp: int, checkpoint: str, chunks: int) -> int:
-        layout = make_layout(
-            world_size=tp * dp, tp=tp, global_batch_size=64, micro_batch_size=1, zero=3
-        )
-        options = Options(8192, tp > 1, checkpoint, loss_chunks=chunks)
+        layout = make_layout(tp * dp, Dims(tp=tp), global_batch_size=64, micro_batch_size=1)
+        savers = {"activation_checkpoint": checkpoint, "loss_chunks": chunks}
+        options = Options(seq_len=8192, sequence_parallel=tp > 1, **savers)
         return memory(model, layout, options).total
 
     axes = ([1, 2, 4, 8], [1, 2, 8, 64], ["none", "full"], [1, 8])
@@ -155,7 +156,7 @@ def test_memory_never_grows_with_what_saves_it():
 
 
 def test_a_plan_without_torch():
-    code = "import sys; from recipes.plan import main; main(sys.argv[1:]); "
+    code = "import sys; from recipes.plan.__main__ import main; main(sys.argv[1:]); "
     code += "sys.exit('torch' in sys.modules)"
     subprocess.run(
         [sys.executable, "-c", code, *LLAMA_70B, "--memory-only"],
@@ -207,7 +208,7 @@ def a_run(folder, *argv: str, gpus: int, device: str = "NVIDIA H100 80GB HBM3"):
     constants = replace(machine.constants, link=LINK, nic=NIC)
     size = config.step.global_batch_size
     machine = replace(machine, constants=constants)
-    search = Search(config.model, machine, memory_options(config), size)
+    search = Search(config.model, machine, planner_options(config), size)
     seconds = search.at(gpus, own_flags(config, None)).time.total
     # Those of an earlier start, the first one of this, and half a line.
     steps = [(0, 77.0), (0, 77.0), *((2, f * seconds) for f in (9, 1, 1.01, 0.99))]

@@ -15,7 +15,7 @@ from parallel.mesh import init_ranks
 from planner.machine import Constants, load_machine, table_name
 from planner.memory import Options
 from planner.time import block_seconds
-from recipes.plan.__main__ import main, with_vocabulary
+from recipes.plan.__main__ import main
 from recipes.plan.calibrate import Calibration
 from recipes.plan.fitting import (
     ATTENTION,
@@ -29,6 +29,7 @@ from recipes.plan.fitting import (
     predictions,
 )
 from recipes.plan.learn import BOUNDS
+from recipes.plan.planning import with_vocabulary
 from tests.ranks import free_port
 from training.config.command_line import load_recipe, parse_flags
 from training.start import check

@@ -229,7 +229,7 @@ def _load_defaults(argv: list[str], world_size: int, console: bool) -> Config:
     sections = (getattr(defaults, name) for name in Config.model_fields if name != "run")
     keys = {key for section in sections for key in getattr(section, "model_fields", ())}
     stated = {word.partition("=")[0].replace("_", "-").replace("--no-", "--") for word in argv}
-    stated |= {"--micro-batch-size"} if "--batch-size" in stated else set()
+    stated |= {"--micro-batch-size"} if "--micro-batch-size" in stated else set()
     if world_size % ranks or stated & set(map(flag, keys - {"steps"})):
         defaults.layout, defaults.memory = LayoutSection(), MemorySection()
         defaults.step.micro_batch_size = None

@@ -152,7 +152,9 @@ class StepSection(Section):
     global_batch_size: Sequences = Field(
         8, description="Sequences per optimizer step, over all ranks and micro-batches."
     )
-    micro_batch_size: Annotated[Sequences | None, tyro.conf.arg(aliases=("--batch-size",))] = Field(
+    micro_batch_size: Annotated[
+        Sequences | None, tyro.conf.arg(aliases=("--micro-batch-size",))
+    ] = Field(
         None,
         description="Sequences per dp rank per micro-batch; none: all of its share at once, or "
         "with --pp the most that leave 2 pp micro-batches.",
