@@ -119,8 +119,8 @@ def _toml_lines(text: str) -> dict[tuple[str, ...], int]:
     for number, line in enumerate(text.splitlines(), 1):
         header = re.match(r"\s*\[+([^\]]+)\]", line)
         key = re.match(r"\s*([\w.\"'-]+)\s*=", line)
-        if header or key:
-            place = tuple(part.strip(" \t\"'") for part in (header or key)[1].split("."))
+        if match := header or key:
+            place = tuple(part.strip(" \t\"'") for part in match[1].split("."))
             table = place if header else table
             lines.setdefault(place if header else table + place, number)
     return lines
@@ -311,13 +311,12 @@ def _note_assumed(source: str, assumed: dict, model: ModelSection) -> None:
         )
 
 
-def _check_no_tokenizer(config: Config, console: bool) -> None:
-    """Of an ``--init-from`` without tokenizer.json, where no other tokenizer is named.
+def _check_no_tokenizer(source: Path, tokenizer: str, console: bool) -> None:
+    """Of the ``--init-from`` ``source`` without tokenizer.json, where no other tokenizer is named.
 
     Raises:
         ConfigError: if it has a tokenizer, in another format.
     """
-    source = config.init_from
     for name in OTHER_FORMATS:
         if os.path.lexists(source / name):
             raise ConfigError(
@@ -328,7 +327,7 @@ def _check_no_tokenizer(config: Config, console: bool) -> None:
     if console:
         print(
             f"--init-from {source} holds no tokenizer.json: its weights are trained with "
-            f"--tokenizer {config.data.tokenizer} of the recipe",
+            f"--tokenizer {tokenizer} of the recipe",
             file=sys.stderr,
         )
 
@@ -387,5 +386,5 @@ def parse_flags(argv: list[str], console: bool = True, world_size: int | None = 
     if console:
         _note_assumed(source, assumed, config.model)
     if config.init_from and not (stated.get("tokenizer") or _early_flag(argv, "--tokenizer")):
-        _check_no_tokenizer(config, console)
+        _check_no_tokenizer(config.init_from, config.data.tokenizer, console)
     return config

@@ -10,14 +10,7 @@ from typing import Annotated, Literal, get_args
 
 import tomli_w
 import tyro
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    PrivateAttr,
-    ValidationError,
-)
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, ValidationError
 
 from common.errors import ConfigError
 from models.config import LlamaConfig, PositiveFloat, RopeScaling
@@ -347,9 +340,9 @@ def flag(*location: str | int) -> str:
     return "--" + (names[-1] if names else "").replace("_", "-")
 
 
-def _nested(schema: type[BaseModel], key: str) -> type[BaseModel] | None:
+def _nested(schema: type[BaseModel], key: str | int) -> type[BaseModel] | None:
     """The model behind a field, also where the field may be None; None for a plain value."""
-    field = schema.model_fields.get(key)
+    field = schema.model_fields.get(str(key))
     kinds = (field.annotation, *get_args(field.annotation)) if field else ()
     return next((k for k in kinds if isinstance(k, type) and issubclass(k, BaseModel)), None)
 
