@@ -167,6 +167,6 @@ def git_commit() -> str | None:
     """The commit that this code is of; None where it is in no repository."""
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         here = ["git", "-C", str(REPO), "rev-parse", "HEAD"]
-        words = {"capture_output": True, "text": True, "check": True, "timeout": 30}
-        return subprocess.run(here, **words).stdout.strip()
+        done = subprocess.run(here, capture_output=True, text=True, check=True, timeout=30)
+        return done.stdout.strip()
     return None

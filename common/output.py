@@ -5,9 +5,12 @@ import io
 import os
 import sys
 from collections.abc import Callable
-from typing import NoReturn, TextIO
+from typing import TYPE_CHECKING, NoReturn, TextIO
 
 from common.secrets import masked
+
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer
 
 
 def say(text: str, stream: TextIO) -> None:
@@ -24,7 +27,7 @@ class _Stdout(io.FileIO):
 
     fault: OSError | None = None
 
-    def write(self, data) -> int | None:
+    def write(self, data: "ReadableBuffer") -> int:
         try:
             return super().write(data)
         except OSError as error:
@@ -36,12 +39,14 @@ def _open_stdout() -> tuple[_Stdout, TextIO]:
     """Stdout opened again, as a file and as text: encoded and buffered as by Python."""
     if sys.stdout is None:
         # Stdout is closed: Python would print to nowhere, and open the next file as stdout.
-        file, options = _Stdout(os.open(os.devnull, os.O_RDONLY), "w"), {"encoding": "utf-8"}
+        file = _Stdout(os.open(os.devnull, os.O_RDONLY), "w")
+        encoding, errors = "utf-8", None
     else:
         file = _Stdout(sys.stdout.fileno(), "w", closefd=False)
-        options = {"encoding": sys.stdout.encoding, "errors": sys.stdout.errors}
+        encoding, errors = sys.stdout.encoding, sys.stdout.errors
     lines = file.isatty() or bool(os.environ.get("PYTHONUNBUFFERED"))
-    return file, io.TextIOWrapper(io.BufferedWriter(file), line_buffering=lines, **options)
+    buffer = io.BufferedWriter(file)
+    return file, io.TextIOWrapper(buffer, encoding, errors, line_buffering=lines)
 
 
 def run_command(main: Callable[[], int | None], program: str) -> NoReturn:
@@ -52,7 +57,7 @@ def run_command(main: Callable[[], int | None], program: str) -> NoReturn:
     file, sys.stdout = _open_stdout()
     try:
         try:
-            code = main()
+            code: str | int | None = main()
         except SystemExit as error:
             code = error.code
         sys.stdout.flush()

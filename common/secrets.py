@@ -37,10 +37,11 @@ def has_credentials(text: str) -> bool:
     return bool(_URL_PASSWORD.search(text)) or any(map(is_secret, named))
 
 
-def _mask_value(match: re.Match) -> str:
+def _mask_value(match: re.Match[str]) -> str:
     if not is_secret(match[1]):
         return match[0]
-    return match[0][: match.start(match.lastindex) - match.start()] + "***"
+    # The last group of each pattern is the value.
+    return match[0][: match.start(match.re.groups) - match.start()] + "***"
 
 
 def masked(text: str) -> str:

@@ -1,12 +1,12 @@
 """Numbers, bytes, durations and tables as text. Torch-free."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 GIB = 2**30
 
 
-def columns(table: list[tuple]) -> list[str]:
+def columns(table: Sequence[Sequence[object]]) -> list[str]:
     """The rows of a table as lines of aligned columns."""
     text = [[str(cell) for cell in row] for row in table]
     widths = [max(map(len, column)) for column in zip(*text, strict=True)]

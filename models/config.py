@@ -64,6 +64,17 @@ class LlamaConfig(BaseModel):
     )
 
     @property
+    def vocabulary(self) -> int:
+        """Vocabulary V in tokens.
+
+        Raises:
+            ValueError: if ``vocab_size`` is None, as before a tokenizer is read.
+        """
+        if self.vocab_size is None:
+            raise ValueError("vocab_size is not set")
+        return self.vocab_size
+
+    @property
     def kv_heads(self) -> int:
         """Number K of key/value heads."""
         return self.num_key_value_heads or self.num_attention_heads

@@ -162,7 +162,7 @@ def norm_activations(config: "LlamaConfig") -> list[Activation]:
 
 def embedding_weight(config: "LlamaConfig") -> Weight:
     """The token embedding, which is also the head where the two are tied."""
-    shape, tied = (config.vocab_size, config.hidden_size), config.tie_word_embeddings
+    shape, tied = (config.vocabulary, config.hidden_size), config.tie_word_embeddings
     return Weight("model.embed_tokens.weight", shape, "vocabulary", "embedding", multiplied=tied)
 
 
@@ -170,7 +170,7 @@ def head_weights(config: "LlamaConfig") -> list[Weight]:
     """The final norm, and the head unless it is the embedding."""
     d = config.hidden_size
     norm = Weight("model.norm.weight", (d,), "replicated", "norm", multiplied=False)
-    head = Weight("lm_head.weight", (config.vocab_size, d), "vocabulary", "head")
+    head = Weight("lm_head.weight", (config.vocabulary, d), "vocabulary", "head")
     return [norm] if config.tie_word_embeddings else [norm, head]
 
 

@@ -99,11 +99,15 @@ def parse_layout(name: str) -> dict[str, int]:
     size = r"([1-9]\d{0,6})"
     short = re.fullmatch(f"{size}x{size}", name)
     long = re.fullmatch(f"(?:pp{size}-)?(?:rep{size}-)?dp{size}-(?:cp{size}-)?tp{size}", name)
-    if not short and not long:
+    sizes: tuple[str | None, ...]
+    if long:
+        sizes = long.groups()
+    elif short:
+        sizes = (None, None, short[1], None, short[2])
+    else:
         raise LayoutError(
             f"layout {name!r} is not dp x tp: write two sizes, as in 2x4, or pp2-rep2-dp2-cp2-tp1"
         )
-    sizes = long.groups() if long else (None, None, short[1], None, short[2])
     names = ("pp", "dp_replicate", "dp", "cp", "tp")
     return {name: int(size or 1) for name, size in zip(names, sizes, strict=True)}
 
@@ -150,11 +154,11 @@ def _fill_pipeline(
     if micro_batch_size and not needed:
         return micro_batch_size
     fits = [b for b in divisors(share) if not micro_batches_needed(schedule, pp, share // b)]
-    if micro_batch_size is None and fits:
-        full = [b for b in fits if share // b >= 2 * pp]
-        return max(full) if full else min(fits)
     of = f"--pp {pp} with --pp-schedule {schedule} needs {needed}"
     if fits:
+        if micro_batch_size is None:
+            full = [b for b in fits if share // b >= 2 * pp]
+            return max(full) if full else min(fits)
         raise LayoutError(
             f"{of}, and --micro-batch-size {micro_batch_size} leaves {share // micro_batch_size} "
             f"of the {share} sequences of a data-parallel rank: use --micro-batch-size {max(fits)}"

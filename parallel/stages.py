@@ -90,7 +90,7 @@ def balanced_blocks(model: LlamaConfig, stages: int, seq_len: int) -> list[range
     Exact, by dynamic programming over (blocks, stages), without stages that alone are slower than
     an even cut.
     """
-    layers, head = model.num_hidden_layers, model.vocab_size * model.hidden_size
+    layers, head = model.num_hidden_layers, model.vocabulary * model.hidden_size
     attention = seq_len * model.num_attention_heads * model.head_size
     parameters = (model.num_matmul_parameters - head) // layers
     block = parameters + attention
@@ -104,7 +104,7 @@ def balanced_blocks(model: LlamaConfig, stages: int, seq_len: int) -> list[range
     slowest_even = max(even * block, (layers // stages) * block + head)
     longest = slowest_even // block
     # best[n]: how bad the best cut of the first n blocks into the stages so far is, and its ends.
-    best = {0: ((0, 0, 0), (0,))}
+    best: dict[int, tuple[tuple[int, int, int], tuple[int, ...]]] = {0: ((0, 0, 0), (0,))}
     for stage in range(stages):
         costs = [cost(blocks, stage) for blocks in range(longest + 1)]
         longer = {}

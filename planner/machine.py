@@ -4,7 +4,7 @@ import json
 import math
 import re
 import tomllib
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 from common.errors import ConfigError
@@ -165,7 +165,7 @@ def load_machine(gpu: str, calibration: Path | None = None, **changes: float) ->
             read or is of another one.
     """
     if calibration:
-        return replace(_read_calibration(calibration, gpu), **changes)
+        return Machine(**vars(_read_calibration(calibration, gpu)) | changes)
     entry = _table().get(gpu)
     if not entry:
         raise ConfigError(f"--gpu {gpu}: not in the table; known: {', '.join(known_gpus())}")

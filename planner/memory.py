@@ -82,7 +82,7 @@ class Memory:
     @property
     def largest(self) -> str:
         """The name of the largest item."""
-        return max(ITEMS, key=vars(self).get)
+        return max(ITEMS, key=vars(self).__getitem__)
 
 
 class Holding(NamedTuple):
@@ -198,7 +198,7 @@ def loss_bytes(model: LlamaConfig, layout: Layout, options: Options) -> tuple[in
     whole in c and in float32, as it is reduced.
     """
     c, s, d = options.dtype_bytes, options.wide_bytes, model.hidden_size
-    tokens, rows = _tokens(layout, options)[0], -(-model.vocab_size // layout.tp)
+    tokens, rows = _tokens(layout, options)[0], -(-model.vocabulary // layout.tp)
     table, again = rows * d, c if c < s else 0
     if options.loss_chunks == 1:
         kept = (s * rows + 10) * tokens
@@ -327,7 +327,8 @@ def rank_memory(
     if layout.pp > 1 and c < s and SCHEDULES[layout.pp_schedule].splits_backward:
         # Of weights, as they are computed: FSDP2 adds them to those in s at its next backward.
         unsharded = max(unsharded, (c + s) * whole)
-    flights, buffers = (1,), 0
+    flights: tuple[int, ...] = (1,)
+    buffers = 0
     if layout.pp > 1:
         schedule, m = layout.pp_schedule, layout.micro_batches
         # What was received is then the first input of a stage, and what goes on stays.

@@ -40,7 +40,7 @@ class Prediction:
     def lines(self) -> list[str]:
         """What a run is to hold and take, for its start."""
         # The loss is over when the backward of a block begins: the larger of the two counts.
-        smaller = min(("loss", "working"), key=vars(self.fullest).get)
+        smaller = min(("loss", "working"), key=vars(self.fullest).__getitem__)
         items = sorted(vars(self.fullest).items(), key=lambda item: -item[1])
         items = [item for item in items if item[0] != smaller]
         parts = (f"{SHORT.get(name, name)} {bytes_of(n)}" for name, n in items if n)
@@ -59,7 +59,7 @@ class Prediction:
             stored: bytes that rank 0 stores of parameters, and of optimizer state.
             rows: logged steps; the first, in which much happens once, is left out of the times.
         """
-        table = [("", "planned", "measured")]
+        table: list[tuple[object, ...]] = [("", "planned", "measured")]
         if not self.offloaded:
             planned = self.own.parameters, self.own.optimizer
             names = "parameters of rank 0", "optimizer state of rank 0"
@@ -73,16 +73,15 @@ class Prediction:
                 statistics.median(row[name] for row in rows[1:])
                 for name in ("step_s", "update_s", "data_s")
             )
-            end = self.time and self.time.optimizer
-            computing = self.time and self.time.total - end
+            whole, end = (self.time.total, self.time.optimizer) if self.time else (0.0, 0.0)
             for name, seconds, measured in (
-                ("forward and backward, with what is sent", computing, step - update - data),
+                ("forward and backward, with what is sent", whole - end, step - update - data),
                 ("gradient norm and update", end, update),
-                ("waiting for data", self.time and 0.0, data),
-                ("whole step", self.time and self.time.total, step),
+                ("waiting for data", 0.0, data),
+                ("whole step", whole, step),
             ):
-                planned = "-" if seconds is None else f"{seconds:.3g} s"
-                table.append((name, planned, f"{measured:.3g} s"))
+                expected = f"{seconds:.3g} s" if self.time else "-"
+                table.append((name, expected, f"{measured:.3g} s"))
         return columns(table) if len(table) > 1 else []
 
 

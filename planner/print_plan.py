@@ -7,7 +7,7 @@ import itertools
 import math
 import re
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from common.text import columns
 from models.config import LlamaConfig
@@ -16,7 +16,7 @@ from parallel.stages import bubble_fraction
 from planner.collectives import Collective
 
 if TYPE_CHECKING:
-    from torch.distributed.tensor.placement_types import Placement
+    from torch.distributed.tensor.placement_types import Placement, Shard
 
     from models.decoder import Llama
 
@@ -34,7 +34,7 @@ class ParameterRow:
 
 def _short(placement: "Placement") -> str:
     # FSDP2's _StridedShard cuts the dim that tp has cut first; for a reader it is a shard too.
-    return "R" if placement.is_replicate() else f"S({placement.dim})"
+    return "R" if placement.is_replicate() else f"S({cast('Shard', placement).dim})"
 
 
 def parameter_rows(model: "Llama") -> list[ParameterRow]:
@@ -68,7 +68,7 @@ def describe_pipeline(layout: Layout) -> str:
 
 
 def _stage_lines(model: LlamaConfig, layout: Layout, seq_len: int) -> list[str]:
-    table = [("stage", "pp rank", "holds", "parameters")]
+    table: list[tuple[object, ...]] = [("stage", "pp rank", "holds", "parameters")]
     numel = {name: math.prod(shape) for name, shape in model.parameter_shapes.items()}
     for stage in layout.stages(model, seq_len):
         holds = f"blocks {stage.blocks.start} to {stage.blocks.stop - 1}"
@@ -89,13 +89,14 @@ def _block(row: ParameterRow) -> int | None:
 
 def _equal_blocks_once(rows: list[ParameterRow]) -> list[ParameterRow]:
     """The rows, with one block for all that follow it and are equal, as ``model.layers.0-31``."""
-    groups = []  # first and last block, and the rows of each, named within it
+    # First and last block, and the rows of each, named within it.
+    groups: list[tuple[int | None, int | None, list[ParameterRow]]] = []
     for number, block in itertools.groupby(rows, _block):
         parts = [replace(x, name=x.name.removeprefix(f"model.layers.{number}.")) for x in block]
-        if groups and number is not None and groups[-1][1:] == [number - 1, parts]:
-            groups[-1][1] = number
+        if groups and number is not None and groups[-1][1:] == (number - 1, parts):
+            groups[-1] = groups[-1][0], number, parts
         else:
-            groups.append([number, number, parts])
+            groups.append((number, number, parts))
     shown = []
     for first, last, parts in groups:
         numbers = f"{first}" if first == last else f"{first}-{last}"
@@ -124,6 +125,7 @@ def format_plan(
     hidden = {"cp", "pp"} | ({"tp"} if layout.tp == 1 else set())
     dims = " ".join(d for d in layout.mesh_dims if d not in hidden)
     dims = dims.replace(" dp", " dp x cp") if layout.cp > 1 else dims
+    table: list[tuple[object, ...]]
     table = [("parameter", "global shape", dims, "local shape", "bytes each")]
     table += [
         (r.name, r.shape, r.placements, r.local_shape, f"{r.bytes:,}")

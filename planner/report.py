@@ -1,5 +1,7 @@
 """What a plan says to a person."""
 
+from collections.abc import Sequence
+
 from common.text import bytes_of, columns
 from models.config import flops_per_token
 from planner.machine import Machine
@@ -62,10 +64,16 @@ class Report:
     def speed(self, plan: Plan) -> float:
         """Tokens per second and GPU."""
         tokens = self.search.global_batch_size * self.search.options.seq_len
-        return tokens / plan.time.total / plan.layout.world_size
+        return tokens / plan.seconds / plan.layout.world_size
 
     def cost(self, plan: Plan) -> float:
-        """Dollars per trillion tokens."""
+        """Dollars per trillion tokens.
+
+        Raises:
+            ValueError: if there is no price.
+        """
+        if self.price is None:
+            raise ValueError("the report has no price")
         return 1e12 / self.speed(plan) / 3600 * self.price
 
     def head(self, fit: int) -> str:
@@ -79,11 +87,11 @@ class Report:
             f"constants {known}"
         )
 
-    def row(self, plan: Plan, name: str) -> tuple:
+    def row(self, plan: Plan, name: str) -> tuple[object, ...]:
         """Of the table: a plan in a line."""
         x, o = plan.layout, plan.options
         error = memory_interval(plan) * plan.gib
-        row = (
+        row: tuple[object, ...] = (
             name,
             x.name,
             f"{x.zero}",
@@ -113,17 +121,17 @@ class Report:
 
     def table(self, plans: list[Plan], top: int) -> list[str]:
         """One line per structure, its best plan; those about as fast as the first have a ``=``."""
-        best = {}
+        best: dict[tuple[int, ...], Plan] = {}
         for plan in plans:
             best.setdefault(plan.structure, plan)
         shown = list(best.values())[:top]
-        head = ("#", "layout", "zero", "schedule", "batch", "checkpoint", "chunks", "GiB", "P(oom)")
+        head = ["#", "layout", "zero", "schedule", "batch", "checkpoint", "chunks", "GiB", "P(oom)"]
         if shown and shown[0].time:
-            head += ("step s", "tokens/s/GPU", "MFU causal/full")
-            head += ("$/1T tokens",) if self.price else ()
-        rows = [head]
+            head += ["step s", "tokens/s/GPU", "MFU causal/full"]
+            head += ["$/1T tokens"] if self.price else []
+        rows: list[Sequence[object]] = [head]
         for number, plan in enumerate(shown, start=1):
-            tie = plan.time and plan.time.total <= (1 + TIE) * shown[0].time.total
+            tie = plan.time and plan.seconds <= (1 + TIE) * shown[0].seconds
             rows.append(self.row(plan, f"{number}{'=' if tie and len(shown) > 1 else ''}"))
         legend = LEGEND.format(usable=self.machine.usable_gib)
         return [*columns(rows), *([legend] if shown else [])]
@@ -164,10 +172,10 @@ class Report:
                 f"{ITEMS[other.memory.largest]}"
             )
         gap = {k: v - vars(plan.time)[k] for k, v in vars(other.time).items()}
-        ratio = other.time.total / plan.time.total - 1
+        ratio = other.seconds / plan.seconds - 1
         if abs(ratio) < 5e-4:
             return f"{what} takes as long"
-        seen = {k: v for k, v in gap.items() if abs(v) >= 0.002 * plan.time.total}
+        seen = {k: v for k, v in gap.items() if abs(v) >= 0.002 * plan.seconds}
         terms = (f"{TIMES[k]} {seen[k]:+.3g} s" for k in sorted(seen, key=lambda k: -abs(seen[k])))
         tie = ", a tie" if abs(ratio) <= TIE else ""
         return (
@@ -182,7 +190,7 @@ class Report:
                 "  " + " ".join(f"--{k.replace('_', '-')} {v}" for k, v in changed.items()),
                 f"{better.gib - plan.gib:+.1f} GiB",
                 f"to {better.gib:.1f}",
-                f"{better.time.total / plan.time.total - 1:+.1%} time",
+                f"{better.seconds / plan.seconds - 1:+.1%} time",
             )
             for changed, better in self.search.changes(plan.layout.world_size, flags)[:top]
         ]

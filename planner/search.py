@@ -3,8 +3,9 @@
 import collections
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 from common.errors import LayoutError
 from common.text import GIB
@@ -42,6 +43,8 @@ CHECKPOINTING, LOSS_CHUNKS = ("none", "full"), (1, 8)
 ZEROS, SCHEDULES_TRIED, BATCH_SIZES = (3, 2, 1, 0), ("1f1b", "interleaved", "zbv"), (1, 2, 4, 8, 16)
 DIMS = ("pp", "dp_replicate", "cp", "tp")
 
+T = TypeVar("T")
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -63,6 +66,17 @@ class Plan:
         """What the process takes of its device, in GiB."""
         held = self.memory.total / GIB
         return held * FRAGMENTATION + CONTEXT_GIB if self.options.cuda else held
+
+    @property
+    def seconds(self) -> float:
+        """Of a step.
+
+        Raises:
+            ValueError: if the time was not asked for.
+        """
+        if self.time is None:
+            raise ValueError("the plan has no time")
+        return self.time.total
 
     @property
     def structure(self) -> tuple[int, ...]:
@@ -99,8 +113,8 @@ class Search:
         the sequence."""
         self.model, self.machine, self.options = model, machine, options
         self.global_batch_size, self.sequence_parallel = global_batch_size, sequence_parallel
-        self.rejected = collections.Counter()
-        self._known = {}
+        self.rejected: collections.Counter[str] = collections.Counter()
+        self._known: dict[tuple[object, ...], Any] = {}
 
     def stages(self, layout: Layout) -> list[Stage]:
         """As :meth:`parallel.layout.Layout.stages`, each cut worked out once."""
@@ -133,7 +147,7 @@ class Search:
     def _cut(self, gpus: int, keep: dict, shape: dict) -> Iterator[Layout]:
         """The ZeRO stages, schedules and micro-batches of a shape."""
         ranks = gpus // (shape["pp"] * shape["cp"] * shape["tp"])
-        zeros = (keep["zero"],) if "zero" in keep else ZEROS
+        zeros: Sequence[int] = (keep["zero"],) if "zero" in keep else ZEROS
         if "zero" not in keep and shape["dp_replicate"] > 1:
             zeros = [z for z in zeros if z >= 2]  # replicas of ZeRO-1 would shard less
         elif "zero" not in keep and ranks == 1:
@@ -177,10 +191,15 @@ class Search:
         sequence_parallel = use_sequence_parallel(
             self.sequence_parallel, tp=layout.tp, local_len=local_len, cuda=self.options.cuda
         )
-        changes = {"activation_checkpoint": savers[0], "loss_chunks": savers[1]}
+        mode, chunks = savers
         return self._once(
             (sequence_parallel, savers),
-            lambda: replace(self.options, sequence_parallel=sequence_parallel, **changes),
+            lambda: replace(
+                self.options,
+                sequence_parallel=sequence_parallel,
+                activation_checkpoint=mode,
+                loss_chunks=chunks,
+            ),
         )
 
     def memory(self, layout: Layout, options: Options) -> tuple[Memory, int]:
@@ -196,7 +215,7 @@ class Search:
         memories = [(rank_memory(x, options, here, units, micro), here.pp_rank) for here in ranks]
         return max(memories, key=lambda pair: pair[0].total) if len(memories) > 1 else memories[0]
 
-    def _once(self, key: tuple, make: Callable):
+    def _once(self, key: tuple[object, ...], make: Callable[[], T]) -> T:
         """What layouts have in common is worked out once."""
         if key not in self._known:
             self._known[key] = make()
@@ -211,11 +230,11 @@ class Search:
         """
         if layout.pp == 1:
             return [holding(self.model, (), mode)]
-        kinds = {}
+        kinds: dict[tuple[object, ...], list[Holding]] = {}
         stages = sorted(self.stages(layout), key=lambda stage: stage.pp_rank)
         for _, here in itertools.groupby(stages, lambda stage: stage.pp_rank):
             part = holding(self.model, list(here), mode)
-            kinds[part[1:]] = [*kinds.get(part[1:], ())[:1], part]
+            kinds[part[1:]] = [*kinds.get(part[1:], [])[:1], part]
         v_shaped = SCHEDULES[layout.pp_schedule].v_shaped
         return [part for kind in kinds.values() for part in (kind if v_shaped else kind[:1])]
 
@@ -280,10 +299,10 @@ class Search:
                 self.rejected[f"{TOO_MUCH}, most of it {ITEMS[plan.memory.largest]}"] += 1
         if not timed:
             return sorted(found, key=lambda plan: plan.gib)
-        fastest = min((plan.time.total for plan in found), default=0.0)
+        fastest = min((plan.seconds for plan in found), default=0.0)
 
         def rank(plan: Plan) -> tuple[bool, int, float]:
-            seconds = plan.time.total
+            seconds = plan.seconds
             slower = seconds > (1 + TIE) * fastest
             # In steps of a twentieth: less is no difference.
             risk = 0 if slower else round(20 * self.risk(plan))
@@ -337,7 +356,7 @@ class Search:
                 ):
                     found.append((changed, plan))
             if found:
-                return sorted(found, key=lambda pair: pair[1].time.total)
+                return sorted(found, key=lambda pair: pair[1].seconds)
         return []
 
 

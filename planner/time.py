@@ -73,7 +73,7 @@ def head_seconds(model: LlamaConfig, layout: Layout, options: Options, machine: 
     """Computing of head and loss, forward and backward, of one micro-batch: three products, and
     about ten passes over logits in float32."""
     tokens = layout.micro_batch_size * options.seq_len // layout.cp
-    logits = tokens * -(-model.vocab_size // layout.tp)
+    logits = tokens * -(-model.vocabulary // layout.tp)
     product = machine.product_seconds(2 * logits * model.hidden_size / options.loss_chunks)
     return 3 * product * options.loss_chunks + machine.memory_seconds(40 * logits)
 

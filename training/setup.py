@@ -42,7 +42,8 @@ from training.checkpoint.folder import (
 )
 from training.checkpoint.resume import check_resume, find_checkpoint, identity
 from training.checkpoint.saver import Contents, remove_partial
-from training.config.schema import Config, flag, to_toml
+from training.config.options import to_toml
+from training.config.schema import Config, flag
 from training.data.batches import TokenData, open_tokens
 from training.data.tokenizer import Tokenizer
 from training.data.tokens import prepare_tokens

@@ -12,8 +12,8 @@ from planner.machine import Machine, load_machine
 from planner.report import Report
 from planner.search import DIMS, TIE, Plan, Search
 from training.config.command_line import load_recipe
-from training.config.options import planner_options
-from training.config.schema import Config, to_toml
+from training.config.options import planner_options, to_toml
+from training.config.schema import Config
 
 # Of --have: most ranks that one replica of the model may have, and numbers of GPUs that are tried.
 MODEL_RANKS, COUNTS_TRIED = 128, 12

@@ -1,4 +1,4 @@
-"""The rooms of the code: who may import whom, and what is imported without torch."""
+"""The rooms of the code: who may import whom, what is imported without torch, and sizes."""
 
 import ast
 import subprocess
@@ -74,3 +74,30 @@ def test_what_says_that_it_is_torch_free_is():
     assert {"models.weights", "parallel.rules", "planner.time", "training.start"} < set(modules)
     code = f"import sys, {', '.join(modules)}; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+
+
+def test_sizes():
+    """No file, function or list of parameters of the product is longer than CONTRIBUTING.md says.
+
+    The benchmarks, which no run uses, may be longer.
+    """
+    too_long = []
+    for file in product():
+        place = file.relative_to(ROOT)
+        if place.parts[0] == "benchmarks":
+            continue
+        text = file.read_text()
+        if (lines := len(text.splitlines())) > 400:
+            too_long.append(f"{place}: {lines} lines")
+        for node in ast.walk(ast.parse(text)):
+            if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                continue
+            name, lines = f"{place}: {node.name}", node.end_lineno - node.lineno + 1
+            if lines > 60:
+                too_long.append(f"{name} has {lines} lines")
+            parts = node.args
+            every = [*parts.posonlyargs, *parts.args, *parts.kwonlyargs, parts.vararg, parts.kwarg]
+            names = {part.arg for part in every if part} - {"self", "cls"}
+            if len(names) > 8:
+                too_long.append(f"{name} has {len(names)} parameters")
+    assert not too_long

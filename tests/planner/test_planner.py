@@ -22,8 +22,7 @@ from recipes.plan.planning import own_flags
 from tests.ranks import free_port
 from tests.runs import REPO, run_main
 from training.config.command_line import load_recipe, parse_flags
-from training.config.options import planner_options
-from training.config.schema import to_toml
+from training.config.options import planner_options, to_toml
 
 LLAMA_70B = ["--recipe", "llama3_70b", "--gpu", "h100", "--gpus", "256"]
 README, RECIPES = (REPO / "README.md").read_text(), REPO / "recipes"

@@ -24,7 +24,7 @@ from recipes.compare_layouts.report import print_table, table_rows
 from recipes.compare_layouts.runs import PlannedRun, explain_failure, last_row
 from tests.runs import SMALL
 from training.config.command_line import parse_flags
-from training.config.schema import to_toml
+from training.config.options import to_toml
 
 REPO = Path(__file__).parents[2]
 MODEL = [flag for flag in SMALL if flag not in ("--wandb", "disabled")]

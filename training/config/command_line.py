@@ -119,8 +119,8 @@ def _toml_lines(text: str) -> dict[tuple[str, ...], int]:
     for number, line in enumerate(text.splitlines(), 1):
         header = re.match(r"\s*\[+([^\]]+)\]", line)
         key = re.match(r"\s*([\w.\"'-]+)\s*=", line)
-        if header or key:
-            place = tuple(part.strip(" \t\"'") for part in (header or key)[1].split("."))
+        if match := header or key:
+            place = tuple(part.strip(" \t\"'") for part in match[1].split("."))
             table = place if header else table
             lines.setdefault(place if header else table + place, number)
     return lines
@@ -229,7 +229,7 @@ def _load_defaults(argv: list[str], world_size: int, console: bool) -> Config:
     sections = (getattr(defaults, name) for name in Config.model_fields if name != "run")
     keys = {key for section in sections for key in getattr(section, "model_fields", ())}
     stated = {word.partition("=")[0].replace("_", "-").replace("--no-", "--") for word in argv}
-    stated |= {"--micro-batch-size"} if "--micro-batch-size" in stated else set()
+    stated |= {"--micro-batch-size"} if "--batch-size" in stated else set()
     if world_size % ranks or stated & set(map(flag, keys - {"steps"})):
         defaults.layout, defaults.memory = LayoutSection(), MemorySection()
         defaults.step.micro_batch_size = None
@@ -316,13 +316,12 @@ def _note_assumed(source: str, assumed: dict, model: ModelSection) -> None:
         )
 
 
-def _check_no_tokenizer(config: Config, console: bool) -> None:
-    """Of an ``--init-from`` without tokenizer.json, where no other tokenizer is named.
+def _check_no_tokenizer(source: Path, tokenizer: str, console: bool) -> None:
+    """Of the ``--init-from`` ``source`` without tokenizer.json, where no other tokenizer is named.
 
     Raises:
         ConfigError: if it has a tokenizer, in another format.
     """
-    source = config.init_from
     for name in OTHER_FORMATS:
         if os.path.lexists(source / name):
             raise ConfigError(
@@ -333,7 +332,7 @@ def _check_no_tokenizer(config: Config, console: bool) -> None:
     if console:
         print(
             f"--init-from {source} holds no tokenizer.json: its weights are trained with "
-            f"--tokenizer {config.data.tokenizer} of the recipe",
+            f"--tokenizer {tokenizer} of the recipe",
             file=sys.stderr,
         )
 
@@ -394,5 +393,5 @@ def parse_flags(argv: list[str], console: bool = True, world_size: int | None = 
     if console:
         _note_assumed(source, assumed, config.model)
     if config.init_from and not (stated.get("tokenizer") or _early_flag(argv, "--tokenizer")):
-        _check_no_tokenizer(config, console)
+        _check_no_tokenizer(config.init_from, config.data.tokenizer, console)
     return config

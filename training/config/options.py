@@ -2,6 +2,8 @@
 
 from dataclasses import replace
 
+import tomli_w
+
 from parallel.layout import Dims, Layout, make_layout, use_sequence_parallel
 from planner.memory import Options
 from training.config.schema import Config
@@ -46,3 +48,8 @@ def config_layout(config: Config, world_size: int) -> Layout:
         zero=layout.zero,
         pp_schedule=layout.pp_schedule,
     )
+
+
+def to_toml(config: Config) -> str:
+    """The resolved config as a recipe that can be read again."""
+    return tomli_w.dumps(config.model_dump(mode="json", exclude_none=True))

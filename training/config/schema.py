@@ -8,17 +8,9 @@ import difflib
 from pathlib import Path
 from typing import Annotated, Literal, get_args
 
-import tomli_w
+import pydantic
 import tyro
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    PrivateAttr,
-    ValidationError,
-    model_validator,
-)
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, ValidationError
 
 from common.errors import ConfigError
 from models.config import LlamaConfig, PositiveFloat, RopeScaling
@@ -105,7 +97,7 @@ class MemorySection(Section):
     """What is kept in memory, and what is computed or gathered again."""
 
     # Of runs that were begun when there was such a mode.
-    _older = model_validator(mode="before")(older_checkpointing)
+    _older = pydantic.model_validator(mode="before")(older_checkpointing)
 
     activation_checkpoint: Checkpointing = Field(
         "none",
@@ -147,14 +139,12 @@ class StepSection(Section):
     """One optimizer step."""
 
     # Of runs that were begun when it had that name.
-    _older = model_validator(mode="before")(older_batch_size)
+    _older = pydantic.model_validator(mode="before")(older_batch_size)
 
     global_batch_size: Sequences = Field(
         8, description="Sequences per optimizer step, over all ranks and micro-batches."
     )
-    micro_batch_size: Annotated[
-        Sequences | None, tyro.conf.arg(aliases=("--micro-batch-size",))
-    ] = Field(
+    micro_batch_size: Annotated[Sequences | None, tyro.conf.arg(aliases=("--batch-size",))] = Field(
         None,
         description="Sequences per dp rank per micro-batch; none: all of its share at once, or "
         "with --pp the most that leave 2 pp micro-batches.",
@@ -358,9 +348,9 @@ def flag(*location: str | int) -> str:
     return "--" + (names[-1] if names else "").replace("_", "-")
 
 
-def _nested(schema: type[BaseModel], key: str) -> type[BaseModel] | None:
+def _nested(schema: type[BaseModel], key: str | int) -> type[BaseModel] | None:
     """The model behind a field, also where the field may be None; None for a plain value."""
-    field = schema.model_fields.get(key)
+    field = schema.model_fields.get(str(key))
     kinds = (field.annotation, *get_args(field.annotation)) if field else ()
     return next((k for k in kinds if isinstance(k, type) and issubclass(k, BaseModel)), None)
 
@@ -408,8 +398,3 @@ def _one_line(error: ValidationError, schema: type[BaseModel]) -> str:
         inner = ".".join(map(str, location[1:]))
         return f"{flag(location[0])} {inner + ': ' if inner else ''}{message}"
     return f"{flag(*location)} {message}"
-
-
-def to_toml(config: Config) -> str:
-    """The resolved config as a recipe that can be read again."""
-    return tomli_w.dumps(config.model_dump(mode="json", exclude_none=True))

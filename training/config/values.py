@@ -158,19 +158,17 @@ def older_checkpointing(values: Any) -> Any:
 
 
 def older_batch_size(values: Any) -> Any:
-    """The step section of an older run or recipe: ``micro_batch_size`` is ``micro_batch_size``.
+    """The step section of an older run or recipe: ``batch_size`` is ``micro_batch_size``.
 
     Raises:
         ValueError: if both are there.
     """
-    if not isinstance(values, dict) or "micro_batch_size" not in values:
+    if not isinstance(values, dict) or "batch_size" not in values:
         return values
     if "micro_batch_size" in values:
-        raise ValueError(
-            "micro_batch_size is the older name of micro_batch_size: leave one of them out"
-        )
+        raise ValueError("batch_size is the older name of micro_batch_size: leave one of them out")
     values = dict(values)
-    return values | {"micro_batch_size": values.pop("micro_batch_size")}
+    return values | {"micro_batch_size": values.pop("batch_size")}
 
 
 def whole(number: Any) -> Any:

@@ -19,7 +19,8 @@ from tests.runs import read_wandb
 from training.checkpoint.folder import file_sum, write_sums
 from training.checkpoint.resume import NOT_COMPARED, check_resume, identity
 from training.config.command_line import RECIPES, Parser, load_recipe, parse_flags
-from training.config.schema import Config, OptimizerSection, flag, to_toml
+from training.config.options import to_toml
+from training.config.schema import Config, OptimizerSection, flag
 from training.config.values import seconds, step_range
 from training.optimizers.schedule import lr_at
 from training.run.directory import RunDir
