@@ -48,7 +48,7 @@ def made_up(machine):
     layout = Layout(dp=16, tp=8, micro_batch_size=1, micro_batches=1)
 
     def block(m):
-        return block_seconds(model, layout, Options(8192), m)
+        return block_seconds(model, layout, Options(seq_len=8192), m)[0]
 
     products = [
         Work(f"{n}", flops, machine.product_seconds(flops))
