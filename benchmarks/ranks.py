@@ -2,15 +2,12 @@
 
 import json
 import os
-import socket
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as multiprocessing
 
 from models.decoder import Llama
 from models.initialization import init_weights
@@ -18,6 +15,7 @@ from parallel import parallelize
 from parallel.grad_compression import replicate
 from parallel.launch import Launch
 from parallel.mesh import init_ranks
+from tests.ranks import Group, free_port
 from training import setup as start
 from training.config.command_line import parse_flags
 from training.config.options import planner_options
@@ -26,15 +24,14 @@ from training.start import check
 from training.step import Engine, forward_backward, update
 
 
-def _rank(rank: int, function: Callable, processes: int, port: int, out: str, args: tuple) -> None:
-    torch.set_num_threads(1)
-    os.environ |= {"RANK": str(rank), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    found = function(Launch(rank, processes, rank, processes), *args)
-    if rank == 0:
-        Path(out).write_text(json.dumps(found))
+def _rank(function: Callable, processes: int, port: int, args: tuple) -> object:
+    rank = int(os.environ["RANK"])
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    result = function(Launch(rank, processes, rank, processes), *args)
     if dist.is_initialized():
         dist.barrier()
         dist.destroy_process_group()
+    return result
 
 
 def run_ranks(function: Callable, processes: int, *args) -> dict:
@@ -43,17 +40,12 @@ def run_ranks(function: Callable, processes: int, *args) -> dict:
     Returns:
         What it returned on rank 0, through JSON.
     """
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    with tempfile.NamedTemporaryFile() as out:
-        multiprocessing.start_processes(
-            _rank,
-            (function, processes, port, out.name, args),
-            nprocs=processes,
-            start_method="fork",
-        )
-        return json.loads(Path(out.name).read_text())
+    group = Group(processes, timeout=3600, process_group=False)
+    try:
+        results = group.run(_rank, function, processes, free_port(), args)
+    finally:
+        group.close()
+    return json.loads(json.dumps(results[0]))
 
 
 class Training:

@@ -78,56 +78,30 @@ def _loss(row: dict | None) -> str:
 
 
 class Progress:
-    """Progress over runs and steps: a bar on a terminal, else plain lines."""
+    """Says how far the runs are, a line at a time."""
 
     def __init__(self, runs: int):
-        self._runs, self._done, self._bar = runs, 0, None
-        if not sys.stdout.isatty() or os.environ.get("TERM") in (None, "dumb"):
-            return
-        from rich import progress as rich
-
-        columns = rich.BarColumn(20), rich.MofNCompleteColumn(), rich.TimeElapsedColumn()
-        text = rich.TextColumn("{task.description}")
-        self._bar = rich.Progress(text, *columns, transient=True)
-        self._runs_task = self._bar.add_task("runs", total=runs)
-        self._steps_task = self._bar.add_task("steps", total=1)
-        self._bar.start()
-
-    def say(self, text: str) -> None:
-        """One line, above the bar where there is one."""
-        if self._bar:
-            self._bar.console.print(text, markup=False, highlight=False, soft_wrap=True)
-        else:
-            print(text, flush=True)
+        self._runs, self._done = runs, 0
 
     def begin(self, name: str, steps: int, log: Path) -> None:
         """A run of ``steps`` optimizer steps starts."""
         self._name, self._steps = name, steps
-        self._started = self._said = time.monotonic()
-        self.say(f"{name}: run {self._done + 1} of {self._runs}, log {log}")
+        self._started = self._last = time.monotonic()
+        print(f"{name}: run {self._done + 1} of {self._runs}, log {log}", flush=True)
 
     def step(self, row: dict | None) -> None:
         """The newest row of metrics of the run, if it has one."""
-        step, steps = row["step"] if row else 0, self._steps
-        if self._bar:
-            text = f"{self._name} steps"
-            self._bar.update(self._steps_task, description=text, completed=step, total=steps)
-        elif row and time.monotonic() - self._said > SAY_EVERY_S:
-            self._said = time.monotonic()
-            self.say(f"{self._name}: step {step}/{steps}  loss {_loss(row)}")
+        if row and time.monotonic() - self._last > SAY_EVERY_S:
+            self._last = time.monotonic()
+            step = f"step {row['step']}/{self._steps}"
+            print(f"{self._name}: {step}  loss {_loss(row)}", flush=True)
 
     def end(self, row: dict | None) -> None:
         """The run has finished, with this last row."""
         self._done += 1
         seconds = time.monotonic() - self._started
-        self.say(f"{self._name}: {self._steps} steps in {seconds:.0f} s, loss {_loss(row)}")
-        if self._bar:
-            self._bar.update(self._runs_task, completed=self._done)
-
-    def close(self) -> None:
-        """Leave the terminal in order."""
-        if self._bar:
-            self._bar.stop()
+        text = f"{self._name}: {self._steps} steps in {seconds:.0f} s, loss {_loss(row)}"
+        print(text, flush=True)
 
 
 def train_runs(runs: list[PlannedRun], out: Path) -> None:
@@ -138,15 +112,12 @@ def train_runs(runs: list[PlannedRun], out: Path) -> None:
     """
     unfinished = [run for run in runs if not run.is_finished()]
     progress = Progress(len(unfinished))
-    try:
-        with _on_signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM)):
-            for run in runs:
-                if run in unfinished:
-                    _train(run, out.resolve().name, progress)
-                else:
-                    progress.say(f"{run.name}: has finished before, not run again")
-    finally:
-        progress.close()
+    with _on_signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM)):
+        for run in runs:
+            if run in unfinished:
+                _train(run, out.resolve().name, progress)
+            else:
+                print(f"{run.name}: has finished before, not run again", flush=True)
 
 
 def _train(run: PlannedRun, group: str, progress: Progress) -> None:
