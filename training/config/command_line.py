@@ -227,7 +227,7 @@ def _load_defaults(argv: list[str], world_size: int, console: bool) -> Config:
     layout = defaults.layout
     ranks = layout.tp * layout.pp * layout.cp * layout.dp_replicate
     sections = (getattr(defaults, name) for name in Config.model_fields if name != "run")
-    keys = {key for section in sections for key in getattr(section, "model_fields", ())}
+    keys = {key for section in sections for key in getattr(type(section), "model_fields", ())}
     stated = {word.partition("=")[0].replace("_", "-").replace("--no-", "--") for word in argv}
     stated |= {"--micro-batch-size"} if "--batch-size" in stated else set()
     if world_size % ranks or stated & set(map(flag, keys - {"steps"})):

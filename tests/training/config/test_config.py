@@ -20,7 +20,7 @@ from training.checkpoint.folder import file_sum, write_sums
 from training.checkpoint.resume import NOT_COMPARED, check_resume, identity
 from training.config.command_line import RECIPES, Parser, load_recipe, parse_flags
 from training.config.options import to_toml
-from training.config.schema import Config, OptimizerSection, flag
+from training.config.schema import Config, OptimizerSection, StepSection, flag
 from training.config.values import seconds, step_range
 from training.optimizers.schedule import lr_at
 from training.run.directory import RunDir
@@ -664,3 +664,19 @@ def test_a_field_that_a_checkpoint_lacks_has_its_default():
         ConfigError, match=r"--optimizer-state-dtype bfloat16 differs from the float32"
     ):
         check_resume(parse_flags(["--optimizer-state-dtype", "bfloat16"]), checkpoint)
+
+
+def test_the_config_of_an_older_run(no_launcher, capsys):
+    """With names and a mode that are no more."""
+    config = parse_flags(["--micro-batch-size", "2", "--activation-checkpoint", "full"])
+    older = to_toml(config).replace("micro_batch_size", "batch_size")
+    Path("run").mkdir()
+    Path("run", "config.toml").write_text(older.replace('"full"', '"selective"'))
+    again = parse_flags(["--run-dir", "run"])
+    assert (again.step, again.memory) == (config.step, config.memory)
+    assert "run/config.toml: activation_checkpoint selective is gone" in capsys.readouterr().err
+    assert parse_flags(["--batch-size", "4"]).step.micro_batch_size == 4
+    with pytest.raises(ConfigError, match=r"^--activation-checkpoint selective is gone: use full"):
+        parse_flags(["--activation-checkpoint", "selective"])
+    with pytest.raises(ConfigError, match=r"older name of micro_batch_size: leave one of them out"):
+        StepSection(batch_size=1, micro_batch_size=2)
