@@ -45,9 +45,9 @@ def read_launch(environ=os.environ) -> Launch:
         values = [environ.get(n, defaults.get(n)).split("(")[0].split(",")[0] for n in names]
         launch = Launch(*map(int, values))
     except (AttributeError, ValueError):
-        found = ", ".join(f"{n}={environ.get(n)}" for n in names)
+        given = ", ".join(f"{n}={environ.get(n)}" for n in names)
         raise LayoutError(
-            f"launcher variables are incomplete ({found}): start with torchrun or srun"
+            f"launcher variables are incomplete ({given}): start with torchrun or srun"
         ) from None
     if not 0 <= launch.rank < launch.world_size:
         raise LayoutError(f"{names[0]}={launch.rank} is outside {names[1]}={launch.world_size}")

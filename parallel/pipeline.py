@@ -162,13 +162,18 @@ class Pipeline:
         scalar = torch.empty((), dtype=torch.promote_types(dtype, torch.float32), device="meta")
         built = [
             _Stage(
-                part, stage.index, stage.count, ranks.device,
+                part,
+                stage.index,
+                stage.count,
+                ranks.device,
                 input_args=tokens if stage.first else hidden,
                 output_args=scalar if stage.last else hidden,
-                group=ranks.mesh.get_group("pp"), layout=layout, loss=loss,
+                group=ranks.mesh.get_group("pp"),
+                layout=layout,
+                loss=loss,
             )
             for part, stage in zip(parts, stages, strict=True)
-        ]  # fmt: skip
+        ]
         kind = get_schedule_class(SCHEDULES[layout.pp_schedule].torch_name)
         several = issubclass(kind, PipelineScheduleMulti)
         self._schedule = kind(

@@ -71,11 +71,11 @@ def micro_batches_needed(schedule: str, pp: int, micro_batches: int) -> str | No
 
 def make_stages(model: LlamaConfig, schedule: str, pp: int, seq_len: int) -> list[Stage]:
     """All stages of a pipeline in order. ``model.vocab_size`` must be set."""
-    known = SCHEDULES[schedule]
-    count = pp * known.stages_per_rank
+    kind = SCHEDULES[schedule]
+    count = pp * kind.stages_per_rank
     stages = []
     for index, blocks in enumerate(balanced_blocks(model, count, seq_len)):
-        back = known.v_shaped and index >= pp
+        back = kind.v_shaped and index >= pp
         pp_rank = count - 1 - index if back else index % pp
         stages.append(Stage(index, count, pp_rank, blocks))
     return stages
@@ -114,11 +114,11 @@ def balanced_blocks(model: LlamaConfig, stages: int, seq_len: int) -> list[range
                 if start in best:
                     (slowest, largest, squares), ends = best[start]
                     time, size, square = costs[end - start]
-                    found = max(slowest, time), max(largest, size), squares + square
-                    options.append((found, ends))
+                    badness = max(slowest, time), max(largest, size), squares + square
+                    options.append((badness, ends))
             if options:
-                found, ends = min(options, key=lambda option: option[0])
-                longer[end] = found, (*ends, end)
+                badness, ends = min(options, key=lambda option: option[0])
+                longer[end] = badness, (*ends, end)
         best = longer
     return [range(*ends) for ends in itertools.pairwise(best[layers][1])]
 

@@ -80,11 +80,11 @@ class Report:
         """What was planned, in a line."""
         too_big = sum(n for why, n in self.search.rejected.items() if why.startswith(TOO_MUCH))
         impossible = self.search.rejected.total() - too_big
-        known = self.machine.source or "of the table, not calibrated"
+        source = self.machine.source or "of the table, not calibrated"
         return (
             f"model {self.search.model.num_parameters / 1e9:.3g}B | {fit + too_big + impossible} "
             f"layouts: {fit} fit, {too_big} take too much memory, {impossible} cannot be built | "
-            f"constants {known}"
+            f"constants {source}"
         )
 
     def row(self, plan: Plan, name: str) -> tuple[object, ...]:
@@ -200,29 +200,29 @@ class Report:
 
     def warnings(self, plans: list[Plan]) -> list[str]:
         """What of plans no published run, or only a few of another trainer, validate."""
-        layouts, found = [plan.layout for plan in plans], []
+        layouts, notes = [plan.layout for plan in plans], []
         if plans[0].time:
             if not self.machine.source:
-                found.append("times: constants of a table; use --calibrate, or --learn from a run")
+                notes.append("times: constants of a table; use --calibrate, or --learn from a run")
             if any(x.cp > 1 for x in layouts):
-                found.append("context parallel: its time")
+                notes.append("context parallel: its time")
             if any(x.pp > 1 and x.world_size > self.machine.node for x in layouts):
-                found.append("pipelines across nodes: their time")
+                notes.append("pipelines across nodes: their time")
         if self.machine.name in ("b200", "mi300x", "h100-pcie", "cpu"):
-            found.append(f"{self.machine.name}: no published run is compared with")
+            notes.append(f"{self.machine.name}: no published run is compared with")
         if self.search.options.seq_len > 131072 or layouts[0].world_size > 2048:
-            found.append("sequences above 131072 tokens, or more than 2048 GPUs")
+            notes.append("sequences above 131072 tokens, or more than 2048 GPUs")
         if self.search.options.compile:
-            found.append("what compilation saves of memory: it is not counted")
+            notes.append("what compilation saves of memory: it is not counted")
         if self.search.options.cpu_offload:
-            found.append("offloading: the time of the copies, which is not counted")
-        found.append("fp8 and expert parallelism: not in this repository")
-        return ["not validated: " + "; ".join(found)]
+            notes.append("offloading: the time of the copies, which is not counted")
+        notes.append("fp8 and expert parallelism: not in this repository")
+        return ["not validated: " + "; ".join(notes)]
 
     def rejected(self, top: int = 6) -> list[str]:
         """Why layouts are not in the table, with their number."""
         most, every = self.search.rejected.most_common(top), self.search.rejected.total()
-        found = [(f"  {n}", why) for why, n in most]
+        rows = [(f"  {n}", why) for why, n in most]
         if others := every - sum(n for _, n in most):
-            found.append((f"  {others}", "for other reasons"))
-        return ["not in the table:", *columns(found)] if found else []
+            rows.append((f"  {others}", "for other reasons"))
+        return ["not in the table:", *columns(rows)] if rows else []

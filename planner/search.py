@@ -64,8 +64,8 @@ class Plan:
     @property
     def gib(self) -> float:
         """What the process takes of its device, in GiB."""
-        held = self.memory.total / GIB
-        return held * FRAGMENTATION + CONTEXT_GIB if self.options.cuda else held
+        tensors = self.memory.total / GIB
+        return tensors * FRAGMENTATION + CONTEXT_GIB if self.options.cuda else tensors
 
     @property
     def seconds(self) -> float:
@@ -164,9 +164,13 @@ class Search:
                         continue
                     try:
                         yield self.layout(
-                            keep.get("activation_checkpoint", "none"), world_size=gpus,
-                            micro_batch_size=size, zero=zero, pp_schedule=schedule, **shape,
-                        )  # fmt: skip
+                            keep.get("activation_checkpoint", "none"),
+                            world_size=gpus,
+                            micro_batch_size=size,
+                            zero=zero,
+                            pp_schedule=schedule,
+                            **shape,
+                        )
                     except LayoutError as error:
                         self.rejected[_short(str(error))] += 1
                         break  # larger micro-batches are fewer
@@ -265,18 +269,18 @@ class Search:
     def best(self, layout: Layout, keep: dict, timed: bool = True) -> Plan:
         """The fastest plan of a layout that fits, or else its smallest."""
         savers = self.savers(layout, keep)
-        found = self.plan(layout, savers[0])
-        if not self.fits(found):
-            x = found.memory
+        chosen = self.plan(layout, savers[0])
+        if not self.fits(chosen):
+            x = chosen.memory
             kept = x.total - x.activations - max(x.loss, x.working)
             if kept > LIMIT * self.machine.usable_gib * GIB:
-                return found
+                return chosen
             smallest = self.plan(layout, savers[-1])
             if not self.fits(smallest):
                 return smallest
             plans = (self.plan(layout, pair) for pair in savers[1:])
-            found = next(plan for plan in plans if self.fits(plan))
-        return self.timed(found) if timed else found
+            chosen = next(plan for plan in plans if self.fits(plan))
+        return self.timed(chosen) if timed else chosen
 
     def timed(self, plan: Plan) -> Plan:
         """A plan with its time."""
@@ -290,16 +294,16 @@ class Search:
         The fastest first, but of those that tie with it the ones with the smallest risk of running
         out of memory; or the smallest first where not ``timed``.
         """
-        found = []
+        fitting = []
         for layout in self.layouts(gpus, keep):
             plan = self.best(layout, keep, timed)
             if self.fits(plan):
-                found.append(plan)
+                fitting.append(plan)
             else:
                 self.rejected[f"{TOO_MUCH}, most of it {ITEMS[plan.memory.largest]}"] += 1
         if not timed:
-            return sorted(found, key=lambda plan: plan.gib)
-        fastest = min((plan.seconds for plan in found), default=0.0)
+            return sorted(fitting, key=lambda plan: plan.gib)
+        fastest = min((plan.seconds for plan in fitting), default=0.0)
 
         def rank(plan: Plan) -> tuple[bool, int, float]:
             seconds = plan.seconds
@@ -308,7 +312,7 @@ class Search:
             risk = 0 if slower else round(20 * self.risk(plan))
             return slower, risk, seconds
 
-        return sorted(found, key=rank)
+        return sorted(fitting, key=rank)
 
     def at(self, gpus: int, flags: dict) -> Plan:
         """The plan of these flags, whether it fits or not.
@@ -342,7 +346,7 @@ class Search:
         single += [(name, value) for name, values in others.items() for value in values]
         single = [(name, value) for name, value in single if flags[name] != value]
         for count in (1, 2, 3):
-            found = []
+            fitting = []
             for some in itertools.combinations(single, count):
                 changed = dict(some)
                 try:
@@ -354,9 +358,9 @@ class Search:
                     and self.fits(plan)
                     and not self.leaves_node(plan.layout.tp, gpus)
                 ):
-                    found.append((changed, plan))
-            if found:
-                return sorted(found, key=lambda pair: pair[1].seconds)
+                    fitting.append((changed, plan))
+            if fitting:
+                return sorted(fitting, key=lambda pair: pair[1].seconds)
         return []
 
 

@@ -59,7 +59,7 @@ def known_machine(gpu: str | None, launch: Launch) -> Machine | None:
     return load_machine(gpu, **({"node": launch.local_world_size} if several else {}))
 
 
-def _described(ranks: Ranks, found: Measured) -> Machine:
+def _described(ranks: Ranks, measured: Measured) -> Machine:
     """This device by what was measured, its memory shared out among the ranks of a CPU."""
     node, name = ranks.launch.local_world_size, "cpu"
     size = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / node
@@ -67,12 +67,12 @@ def _described(ranks: Ranks, found: Measured) -> Machine:
         size = torch.cuda.get_device_properties(ranks.device).total_memory
         called = torch.cuda.get_device_name(ranks.device).lower()
         name = re.sub(r"[^a-z0-9]+", "-", called).strip("-")
-    return measured_machine(name, size / 2**30, node, found)
+    return measured_machine(name, size / 2**30, node, measured)
 
 
-def _report(old: Machine, new: Machine, found: Measured, notes: list[str]) -> list[str]:
+def _report(old: Machine, new: Machine, measured: Measured, notes: list[str]) -> list[str]:
     table = [("what", "measured", "predicted", "error")]
-    for what, seconds, predicted in predictions(found, new):
+    for what, seconds, predicted in predictions(measured, new):
         cells = f"{1e3 * seconds:.3f} ms", f"{1e3 * predicted:.3f} ms"
         table.append((what, *cells, f"{predicted / seconds - 1:+.0%}"))
     constants = [
@@ -99,10 +99,10 @@ def calibrate(
     """
     known = known_machine(gpu, launch)
     ranks = init_ranks(launch, layout, config.run.comm_timeout)
-    found = Calibration(config, layout, ranks).run()
+    measured = Calibration(config, layout, ranks).run()
     if ranks.rank == 0:
-        old = known or _described(ranks, found)
-        fitted, notes = fit_machine(old, found)
+        old = known or _described(ranks, measured)
+        fitted, notes = fit_machine(old, measured)
         host, today = socket.gethostname(), datetime.date.today().isoformat()
         count = f"{launch.world_size} rank{'s' if launch.world_size > 1 else ''}"
         new = replace(
@@ -112,9 +112,9 @@ def calibrate(
             dtype=config.step.dtype,
         )
         print(f"{new.name}, layout {layout.name}, {new.dtype}; {new.source}\n")
-        print("\n".join(_report(old, new, found, notes)))
+        print("\n".join(_report(old, new, measured, notes)))
         names = ("what", "seconds", "predicted")
-        measured = [dict(zip(names, row, strict=True)) for row in predictions(found, new)]
-        write_calibration(file, new, layout=layout.name, measured=measured)
+        rows = [dict(zip(names, row, strict=True)) for row in predictions(measured, new)]
+        write_calibration(file, new, layout=layout.name, measured=rows)
         print(f"written: {file}")
     dist.destroy_process_group()

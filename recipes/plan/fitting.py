@@ -130,8 +130,8 @@ def fit_network(sent: Sequence[Sent], machine: Machine) -> dict[str, float]:
     if not rows:
         return {}
     link, nic, latency = fit_terms(rows, [x.seconds / x.factor for x in sent])
-    found = {name: 1 / slope for name, slope in (("link", link), ("nic", nic)) if slope}
-    return found | {"latency": max(latency, 1e-7)}
+    constants = {name: 1 / slope for name, slope in (("link", link), ("nic", nic)) if slope}
+    return constants | {"latency": max(latency, 1e-7)}
 
 
 def overlap(computing: float, transfer: float, both: float) -> float:
@@ -150,12 +150,12 @@ def memory_part(block: BlockTime, machine: Machine) -> float | None:
     return moving / left if left > 0 else None
 
 
-def measured_machine(name: str, usable_gib: float, node: int, found: Measured) -> Machine:
+def measured_machine(name: str, usable_gib: float, node: int, measured: Measured) -> Machine:
     """A device that is not in the table: its figures are the best that were measured."""
-    rate, half = fit_products(found.products)
-    best = max(rate, *(x.amount / x.seconds for x in found.products)) / 1e12
+    rate, half = fit_products(measured.products)
+    best = max(rate, *(x.amount / x.seconds for x in measured.products)) / 1e12
     buses = {True: [], False: []}
-    for x in found.sent:
+    for x in measured.sent:
         here = x.here(node)
         speed = x.factor * x.moved / x.seconds / 1e9
         buses[here == x.ranks].append(speed if here == x.ranks else speed / here)
@@ -166,7 +166,7 @@ def measured_machine(name: str, usable_gib: float, node: int, found: Measured) -
         peak_tflops=best,
         matmul_tflops=best,
         half_gflop=half / 1e9,
-        hbm_tbs=max(x.amount / x.seconds for x in found.memory) / 1e12,
+        hbm_tbs=max(x.amount / x.seconds for x in measured.memory) / 1e12,
         link_gbs=link,
         peer_gbs=link,
         nic_gbs=max(buses[False], default=ASSUMED_NIC),
@@ -174,30 +174,30 @@ def measured_machine(name: str, usable_gib: float, node: int, found: Measured) -
     )
 
 
-def fit_machine(machine: Machine, found: Measured) -> tuple[Machine, list[str]]:
+def fit_machine(machine: Machine, measured: Measured) -> tuple[Machine, list[str]]:
     """The machine with constants that were fitted, and notes on what a reader should know.
 
     ``host`` is of compiled blocks, times nine, where they were measured. ``hbm`` is what explains a
     block that is not waiting for the host, as it has more to do than a plain copy; else the copy's.
     """
-    rate, half = fit_products(found.products)
+    rate, half = fit_products(measured.products)
     part = machine.matmul_tflops * 1e12
     values = {
         "matmul": rate / part,
         "half": half / (machine.half_gflop * 1e9),
-        "attention": fit_rate(found.attention, ATTENTION) / part,
-        "hbm": fit_rate(found.memory) / (machine.hbm_tbs * 1e12),
-        "host": found.floors[-1] * (9 if len(found.floors) > 1 else 1),
-        **fit_network(found.sent, machine),
+        "attention": fit_rate(measured.attention, ATTENTION) / part,
+        "hbm": fit_rate(measured.memory) / (machine.hbm_tbs * 1e12),
+        "host": measured.floors[-1] * (9 if len(measured.floors) > 1 else 1),
+        **fit_network(measured.sent, machine),
     }
-    if found.beside:
-        values["overlap"] = overlap(*found.beside)
-    notes = [] if found.sent else ["collectives: not measured by one process; as they were"]
-    if len(found.floors) > 1:
-        eager, compiled = found.floors
+    if measured.beside:
+        values["overlap"] = overlap(*measured.beside)
+    notes = [] if measured.sent else ["collectives: not measured by one process; as they were"]
+    if len(measured.floors) > 1:
+        eager, compiled = measured.floors
         notes.append(f"host: nine times a compiled block's {compiled:.3g} s; eager {eager:.3g} s")
     fitted, outside = _bounded(machine, values)
-    block, floor = found.blocks[-1], found.floors[-1]
+    block, floor = measured.blocks[-1], measured.floors[-1]
     hbm = memory_part(block, fitted)
     if hbm and block.seconds > 1.5 * floor:
         notes.append(
@@ -217,23 +217,25 @@ def _bounded(machine: Machine, values: dict[str, float]) -> tuple[Machine, list[
     return replace(machine, constants=replace(machine.constants, **values)), notes
 
 
-def predictions(found: Measured, machine: Machine) -> list[tuple[str, float, float]]:
+def predictions(measured: Measured, machine: Machine) -> list[tuple[str, float, float]]:
     """What was measured, its seconds, and those that ``machine`` predicts."""
-    table = [(x.name, x.seconds, machine.product_seconds(x.amount)) for x in found.products]
+    table = [(x.name, x.seconds, machine.product_seconds(x.amount)) for x in measured.products]
     table += [
         (x.name, x.seconds, ATTENTION * machine.attention_seconds(x.amount))
-        for x in found.attention
+        for x in measured.attention
     ]
-    table += [(x.name, x.seconds, machine.memory_seconds(x.amount)) for x in found.memory]
-    for name, seconds, times in zip(("eager", "compiled"), found.floors, (1, 1 / 9), strict=False):
+    table += [(x.name, x.seconds, machine.memory_seconds(x.amount)) for x in measured.memory]
+    for name, seconds, times in zip(
+        ("eager", "compiled"), measured.floors, (1, 1 / 9), strict=False
+    ):
         table.append((f"narrow block, {name}", seconds, times * machine.constants.host))
-    table += [(x.name, x.seconds, x.predict(machine)) for x in found.blocks]
-    for x in found.sent:
+    table += [(x.name, x.seconds, x.predict(machine)) for x in measured.blocks]
+    for x in measured.sent:
         predicted = machine.collective_seconds(x.size, x.ranks, x.stride, x.kind)
         name = f"{x.kind} over {x.dim} ({x.ranks} ranks), {x.size / 2**20:.3g} MiB"
         table.append((name, x.seconds, predicted))
-    if found.beside:
-        computing, transfer, both = found.beside
+    if measured.beside:
+        computing, transfer, both = measured.beside
         hidden = machine.constants.overlap * min(computing, transfer)
         table.append(("products beside all_gather", both, computing + transfer - hidden))
     return table

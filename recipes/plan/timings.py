@@ -72,8 +72,8 @@ class Calibration:
         return max(1, min(self.layout.micro_batch_size, most // seq)), seq
 
     def _random(self, *shape: int, grad: bool = False) -> Tensor:
-        made = torch.randn(shape, device=self.ranks.device, dtype=self.dtype)
-        return made.requires_grad_(grad)
+        tensor = torch.randn(shape, device=self.ranks.device, dtype=self.dtype)
+        return tensor.requires_grad_(grad)
 
     def _wait(self) -> None:
         if self.cuda:
@@ -81,9 +81,9 @@ class Calibration:
 
     def slowest(self, seconds: float) -> float:
         """The largest of the ranks' values."""
-        found = torch.tensor(seconds, dtype=torch.float64)
-        dist.all_reduce(found, dist.ReduceOp.MAX, group=self.ranks.control)
-        return found.item()
+        largest = torch.tensor(seconds, dtype=torch.float64)
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group=self.ranks.control)
+        return largest.item()
 
     def _batch(self, call: Callable[[], object], calls: int) -> float:
         self._wait()
@@ -130,16 +130,16 @@ class Calibration:
             product, until = self._products(tokens, d, f)[0], time.monotonic() + 3
             while time.monotonic() < until:
                 self._batch(product, 10)
-        found = []
+        works = []
         for name, n, a, b in shapes:
             three = self._products(n, a, b)
             seconds = self.seconds(lambda three=three: [product() for product in three]) / 3
-            found.append(Work(f"{name}: {n} x {a} x {b}", 2 * n * a * b, seconds))
-        return found
+            works.append(Work(f"{name}: {n} x {a} x {b}", 2 * n * a * b, seconds))
+        return works
 
     def attention(self) -> list[Work]:
         """Forward and backward of attention, at the training's length and half of it."""
-        local, (batch, seq), found = self._local, self.tokens, []
+        local, (batch, seq), works = self._local, self.tokens, []
         for length in (seq, max(2, seq // 2)):
             q = self._random(batch, local.num_attention_heads, length, local.head_size, grad=True)
             k, v = (
@@ -153,8 +153,8 @@ class Calibration:
                 )
             )
             flops = 2 * length * q.numel()
-            found.append(Work(f"attention: {batch} x {length}", flops, seconds))
-        return found
+            works.append(Work(f"attention: {batch} x {length}", flops, seconds))
+        return works
 
     def memory(self) -> list[Work]:
         """An elementwise operation over more than caches hold."""
@@ -234,27 +234,27 @@ class Calibration:
 
     def groups(self) -> dict[str, tuple[dist.ProcessGroup, int, int]]:
         """Group, size and stride of the mesh dims with several ranks, of the shards, and of all."""
-        mesh, layout, found, stride = self.ranks.mesh, self.layout, {}, 1
+        mesh, layout, groups, stride = self.ranks.mesh, self.layout, {}, 1
         for dim, size in reversed(layout.mesh_dims.items()):
             if size > 1:
-                found[dim] = mesh.get_group(dim), size, stride
+                groups[dim] = mesh.get_group(dim), size, stride
             stride *= size
         if layout.shards > layout.cp > 1:
-            found["dp x cp"] = sharding_mesh(mesh).get_group(), layout.shards, layout.tp
-        if all(size < layout.world_size for _, size, _ in found.values()):
-            found["all"] = dist.group.WORLD, layout.world_size, 1
-        return found if layout.world_size > 1 else {}
+            groups["dp x cp"] = sharding_mesh(mesh).get_group(), layout.shards, layout.tp
+        if all(size < layout.world_size for _, size, _ in groups.values()):
+            groups["all"] = dist.group.WORLD, layout.world_size, 1
+        return groups if layout.world_size > 1 else {}
 
     def collectives(self) -> list[Sent]:
         """Collectives of every group, in float32, small to large."""
-        found = []
+        sent = []
         for dim, (group, size, stride) in self.groups().items():
             for mib in (1 / 16, 1, 16, 256) if self.cuda else (1 / 16, 1, 16):
                 whole = torch.zeros(int(mib * MIB / 4) // size * size, device=self.ranks.device)
                 for kind, call in self._calls(whole, group, size, dim == "pp").items():
                     seconds, ranks = self.seconds(call), 2 if kind == "send" else size
-                    found.append(Sent(dim, 4 * whole.numel(), ranks, stride, kind, seconds))
-        return found
+                    sent.append(Sent(dim, 4 * whole.numel(), ranks, stride, kind, seconds))
+        return sent
 
     def _calls(self, whole: Tensor, group: dist.ProcessGroup, size: int, pipeline: bool) -> dict:
         part = torch.zeros_like(whole[: whole.numel() // size])

@@ -159,8 +159,10 @@ def test_a_plan_without_torch():
     code += "sys.exit('torch' in sys.modules)"
     subprocess.run(
         [sys.executable, "-c", code, *LLAMA_70B, "--memory-only"],
-        check=True, cwd=REPO, stdout=subprocess.DEVNULL,
-    )  # fmt: skip
+        check=True,
+        cwd=REPO,
+        stdout=subprocess.DEVNULL,
+    )
 
 
 def test_the_table_and_its_reasons(capsys):

@@ -35,9 +35,16 @@ from training.config.command_line import load_recipe, parse_flags
 from training.start import check
 
 TRUE = Constants(
-    matmul=0.9, half=1.7, attention=0.6, hbm=0.7, link=0.85, nic=0.65, latency=2e-5, host=3e-3,
+    matmul=0.9,
+    half=1.7,
+    attention=0.6,
+    hbm=0.7,
+    link=0.85,
+    nic=0.65,
+    latency=2e-5,
+    host=3e-3,
     overlap=0.6,
-)  # fmt: skip
+)
 GROUPS = (("tp", 8, 1), ("dp", 16, 8), ("pp", 2, 64))  # ranks and stride, 8 to a node
 
 
@@ -223,11 +230,12 @@ def test_one_process(fresh, tmp_path):
         (["--calibration", "."], "--calibration . cannot be written"),
         (["--gpu", "h10"], "--gpu h10: not in the table"),
         pytest.param(
-            ["--gpu", "h100"], "none to measure",
+            ["--gpu", "h100"],
+            "none to measure",
             marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU"),
         ),
     ],
-)  # fmt: skip
+)
 def test_refusals(argv, fault, capsys, no_launcher):
     assert main(["--calibrate", *argv]) == 2
     err = capsys.readouterr().err

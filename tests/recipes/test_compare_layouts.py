@@ -143,8 +143,12 @@ def test_the_table_is_plain_and_whole(three, capsys, monkeypatch):
     assert ["2x1", "0.900000", loss, norm, "700", "7", "0.4"] in lines
     assert ["1x2", "1.000000", "0 (equal)", "0 (equal)", "700", "7", "0.3"] in lines
     assert lines[0] == [
-        "final loss", "max loss deviation", "max grad norm deviation", "peak memory", "communicated"
-    ]  # fmt: skip
+        "final loss",
+        "max loss deviation",
+        "max grad norm deviation",
+        "peak memory",
+        "communicated",
+    ]
 
 
 def test_the_table_fits_an_ascii_terminal(three, tmp_path):
@@ -250,7 +254,10 @@ def test_collect_names_what_differs_and_tells_equal_layouts_apart(tmp_path, thre
 DIFFERING = {
     "lr": (["--lr", "0.02"], ["lr 0.01", "lr 0.02"], "the runs differ in --lr", True),
     "dtype": (
-        ["--dtype", "float64"], ["dtype float32", "dtype float64"], "3 steps, global batch", True
+        ["--dtype", "float64"],
+        ["dtype float32", "dtype float64"],
+        "3 steps, global batch",
+        True,
     ),
     "seed": (["--seed", "1"], ["seed 0", "seed 1"], "the runs differ in --seed", True),
     "model": (["--intermediate-size", "96"], ["intermediate size 64", "size 96"], None, False),
@@ -258,7 +265,7 @@ DIFFERING = {
     "data": (["--dataset", "stdlib"], ["dataset synthetic", "dataset stdlib"], None, False),
     "held out": (["--eval-fraction", "0.1"], ["eval fraction 0.01", "0.1"], None, False),
     "batch": (["--global-batch-size", "12", "--lr", "1"], ["lr 0.01", "lr 1.0"], None, False),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", DIFFERING)
@@ -636,9 +643,7 @@ def test_the_verdict_decides_the_exit_code(name, trainer, tmp_path, monkeypatch,
     command = [*MODEL, "--steps", "4", "--layouts", "1x2", "2x1", "--out", "out"]
     assert main([*command, "--verdict", "--verdict-steps", "2"]) == code
     assert trainer.calls() == ["1x1", "1x2", "2x1"] * 2
-    assert asked == [
-        ("out/float64/1x1", {"1x2": "out/float64/1x2", "2x1": "out/float64/2x1"})
-    ]  # fmt: skip
+    assert asked == [("out/float64/1x1", {"1x2": "out/float64/1x2", "2x1": "out/float64/2x1"})]
     lines = capsys.readouterr().out.splitlines()
     assert line in lines
     assert "1x2: rounding (largest float64 deviation 0.0e+00)" in lines

@@ -92,8 +92,10 @@ def test_bfloat16_goes_on_bit_for_bit(launched2, tmp_path):
     train(launched2, tmp_path / "halves", *flags, "--steps", 3)
     train(launched2, tmp_path / "halves", *flags, "--steps", 6)
     assert curve(tmp_path / "halves") == curve(tmp_path / "straight")
-    here, there = (checkpoint_tensors(tmp_path / d / "checkpoints/step-00000006")
-                   for d in ("halves", "straight"))  # fmt: skip
+    here, there = (
+        checkpoint_tensors(tmp_path / d / "checkpoints/step-00000006")
+        for d in ("halves", "straight")
+    )
     assert all(torch.equal(here[name], there[name]) for name in there)
     assert {t.dtype for t in there.values()} == {torch.float32}
 
@@ -267,9 +269,12 @@ def test_a_rank_that_is_behind_is_named(fresh, tmp_path, diagnosis):
 
 @pytest.mark.parametrize(
     ("layout", "phase", "where"),
-    [("2x2", "evaluation", "tests/stuck.py"), ("pp2-dp1-tp2", "forward", "tests/stuck.py"),
-     ("2x2", "save", "training/checkpoint/saver.py")],
-)  # fmt: skip
+    [
+        ("2x2", "evaluation", "tests/stuck.py"),
+        ("pp2-dp1-tp2", "forward", "tests/stuck.py"),
+        ("2x2", "save", "training/checkpoint/saver.py"),
+    ],
+)
 def test_a_rank_that_is_stuck_within_a_phase_is_named(layout, phase, where, tmp_path, diagnosis):
     """The short form of ``python -m tests.stuck``: no phase tells it from the others."""
     found = named(layout, phase, "asleep", tmp_path)
@@ -364,9 +369,13 @@ def test_a_damaged_checkpoint_is_passed_over(run_dir, launched2, two_checkpoints
     assert f"resumed from {run_dir}/checkpoints/step-00000002" in out
     assert steps(run_dir) == [1, 2, 3, 4, 5, 6] and curve(run_dir)[:4] == curve(two_checkpoints)
     assert sorted(path.name for path in (run_dir / "checkpoints").iterdir()) == [
-        "latest.tmp", "step-00000002", "step-00000004.unused", "step-00000006", "step-00000008",
+        "latest.tmp",
+        "step-00000002",
+        "step-00000004.unused",
+        "step-00000006",
+        "step-00000008",
         "step-100-old",
-    ]  # fmt: skip
+    ]
 
 
 def refused(run_dir: Path, *flags: str | int) -> str:

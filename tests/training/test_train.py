@@ -26,10 +26,22 @@ from training.data.tokens import prepare_tokens
 REPO = Path(__file__).parents[2]
 EVALUATE = ["--eval-every", 5, "--eval-batches", 0]
 FIELDS = {
-    "step", "loss", "grad_norm", "lr", "tokens", "skipped_steps", "tokens_per_s",
-    "tokens_per_s_per_device", "step_s", "data_s", "update_s", "mfu", "tflops_per_device",
-    "peak_memory_bytes", "time",
-}  # fmt: skip
+    "step",
+    "loss",
+    "grad_norm",
+    "lr",
+    "tokens",
+    "skipped_steps",
+    "tokens_per_s",
+    "tokens_per_s_per_device",
+    "step_s",
+    "data_s",
+    "update_s",
+    "mfu",
+    "tflops_per_device",
+    "peak_memory_bytes",
+    "time",
+}
 
 
 @pytest.fixture(scope="module")
@@ -176,9 +188,10 @@ def test_the_default_recipe_learns(learned):
     first, last = rows(learned)[0], rows(learned)[-1]
     assert first["loss"] == pytest.approx(math.log(257), rel=0.05)
     data = next(
-        f for f in Path(os.environ["PARALLEL_RECIPES_CACHE"]).glob("*/train.bin")
+        f
+        for f in Path(os.environ["PARALLEL_RECIPES_CACHE"]).glob("*/train.bin")
         if f.stat().st_size > 10**7
-    )  # fmt: skip
+    )
     counts = np.bincount(np.fromfile(data, "<u2"))
     shares = counts[counts > 0] / counts.sum()
     assert last["step"] == 50 and last["loss"] < -(shares * np.log(shares)).sum()
@@ -221,9 +234,15 @@ def test_print_plan():
     assert "layout 2x4, rank 0 of 8" in out
     (line,) = [x for x in out.splitlines() if "self_attn.o_proj" in x]
     assert line.split() == [
-        "model.layers.0-3.self_attn.o_proj.weight", "(256,", "256)", "S(0)", "S(1)", "(128,", "64)",
+        "model.layers.0-3.self_attn.o_proj.weight",
+        "(256,",
+        "256)",
+        "S(0)",
+        "S(1)",
+        "(128,",
+        "64)",
         "32,768",
-    ]  # fmt: skip
+    ]
     assert len([x for x in out.splitlines() if x.startswith("model.")]) == 9 + 2
     assert re.match(r"plan: [\d.]+ MiB on the fullest ranks \(", out.splitlines()[-1])
 

@@ -63,10 +63,10 @@ def find_checkpoint(config: Config) -> Path | None:
     try:
         read_checkpoint_state(checkpoint)
     except DamageError as error:
-        known = ", ".join(path.name for path in complete_checkpoints(folder)) or "none"
+        names = ", ".join(path.name for path in complete_checkpoints(folder)) or "none"
         raise ConfigError(
             f"--resume {config.run.resume}: {checkpoint} is not whole ({error}); "
-            f"the checkpoints of this run are: {known}"
+            f"the checkpoints of this run are: {names}"
         ) from None
     return checkpoint
 

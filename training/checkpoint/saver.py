@@ -293,8 +293,8 @@ def load_checkpoint(checkpoint: Path, contents: Contents) -> None:
         reader = CheckpointReader(checkpoint)
         if same_ranks:
             # One that was saved on CPUs has no state of a GPU.
-            known = reader.read_metadata().state_dict_metadata
-            tensors["rng"] = {k: v for k, v in tensors["rng"].items() if f"rng.{k}" in known}
+            saved_names = reader.read_metadata().state_dict_metadata
+            tensors["rng"] = {k: v for k, v in tensors["rng"].items() if f"rng.{k}" in saved_names}
         dcp.load(tensors, storage_reader=reader, process_group=contents.ranks.control)
     except (OSError, DamageError, ConfigError, CheckpointException) as error:
         raise CheckpointError(f"{checkpoint} cannot be read: {_cause(error)}") from error

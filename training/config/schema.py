@@ -368,12 +368,12 @@ def unknown_key(schema: type[BaseModel], location: tuple[str | int, ...]) -> str
     if instead := {"config_json": "--model-config", "init_from": "--init-from"}.get(key):
         return f"unknown key {key!r}: use {instead}"
     fields = getattr(schema, "model_fields", {})
-    known = [name for name, field in fields.items() if not field.exclude]
-    near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
-    name, hint = key.replace("-", "_"), f"known keys: {', '.join(known)}"
+    names = [name for name, field in fields.items() if not field.exclude]
+    near = difflib.get_close_matches(key, names, n=1, cutoff=0.5)
+    name, hint = key.replace("-", "_"), f"known keys: {', '.join(names)}"
     tables = {table: nested for table in Config.model_fields if (nested := _nested(Config, table))}
     table = next((table for table, nested in tables.items() if name in nested.model_fields), None)
-    if table and name not in known and schema in (Config, *tables.values()):
+    if table and name not in names and schema in (Config, *tables.values()):
         hint = f"it belongs to table [{table}]"
     elif near:
         hint = f"did you mean {near[0]!r}?"

@@ -96,8 +96,8 @@ def seconds(duration: str) -> float:
         ValueError: if it is none, zero, or more than a year. A bare number is none: Slurm's
             would be minutes.
     """
-    found = re.fullmatch("".join(rf"(?:(\d{{1,9}}){unit})?" for unit in "dhms"), duration)
-    days, hours, minutes, rest = (int(part or 0) for part in found.groups()) if found else [0] * 4
+    match = re.fullmatch("".join(rf"(?:(\d{{1,9}}){unit})?" for unit in "dhms"), duration)
+    days, hours, minutes, rest = (int(part or 0) for part in match.groups()) if match else [0] * 4
     total = ((days * 24 + hours) * 60 + minutes) * 60 + rest
     if not 0 < total <= LONGEST_DURATION:
         raise ValueError(
@@ -120,8 +120,8 @@ def step_range(steps: str) -> tuple[int, int]:
     Raises:
         ValueError: if they are none.
     """
-    found = re.fullmatch(r"(\d{1,12})(?:-(\d{1,12}))?", steps)
-    first, last = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
+    match = re.fullmatch(r"(\d{1,12})(?:-(\d{1,12}))?", steps)
+    first, last = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
     if not 1 <= first <= last:
         raise ValueError(f"must be steps such as 10-12 or 10, not {steps!r}")
     return first, last

@@ -130,17 +130,27 @@ class ShardedOptimizer:
                     first, second = (m.to(weight.dtype) for m in stored)
                     step = state["step"].clone()  # counts once for all chunks
                     adamw(
-                        [weight], [grad], [first], [second], [], [step], **fixed,
-                        beta1=beta1, beta2=beta2, amsgrad=False, maximize=False, fused=True,
+                        [weight],
+                        [grad],
+                        [first],
+                        [second],
+                        [],
+                        [step],
+                        **fixed,
+                        beta1=beta1,
+                        beta2=beta2,
+                        amsgrad=False,
+                        maximize=False,
+                        fused=True,
                         found_inf=self._inner.found_inf,
-                    )  # fmt: skip
+                    )
                     torch._foreach_copy_(stored, [first, second])
                 state["step"].copy_(step)
 
     def named_state(self) -> dict[str, Tensor]:
         """The optimizer's tensors by ``<parameter name>.<state name>``: live, laid out as the
         parameters, so that a checkpoint can be resharded."""
-        found = {}
+        state = {}
         for name, p, shard in zip(self.names, self.parameters, self.shards, strict=True):
             for key, value in self._inner.state.get(shard, {}).items():
                 if isinstance(p, DTensor) and value.ndim == p.ndim:
@@ -148,8 +158,8 @@ class ShardedOptimizer:
                     meta = TensorMeta(p.shape, p.stride(), value.dtype)
                     spec = DTensorSpec(p.device_mesh, p.placements, tensor_meta=meta)
                     value = DTensor(value, spec, requires_grad=False)
-                found[f"{name}.{key}"] = value
-        return found
+                state[f"{name}.{key}"] = value
+        return state
 
 
 def counts_here(p: Tensor) -> bool:

@@ -166,8 +166,10 @@ def test_replicas_and_stages_share_checkpoints(tp, rep, zero, ranks8, ranks4, tm
     ranks4.run(save_replicated, tmp_path / "b", 2, 1, 3)
     assert ranks8.run(reload, tmp_path / "b", tp, rep, zero) == [[False, True]] * 8
     # Each replicated shard is written by one of its ranks.
-    sizes = [sum(f.stat().st_size for f in (tmp_path / x / "step-00000001").glob("*.distcp"))
-             for x in ("a", "b")]  # fmt: skip
+    sizes = [
+        sum(f.stat().st_size for f in (tmp_path / x / "step-00000001").glob("*.distcp"))
+        for x in ("a", "b")
+    ]
     assert sizes[0] < 1.5 * sizes[1]
 
 
@@ -494,9 +496,12 @@ def grow_shard(folder: Path) -> None:
 
 # In pickle's own letters. A key whose hash takes 2**60 steps, a memo of 2**32 places, tuples of
 # tuples that are too many for C's stack.
-ENDLESS_KEY = b"\x80\x04})" + b"\x94h\x00\x86\x94h\x01\x86" + b"".join(
-    b"\x94h%c\x86" % (2 + i) for i in range(60)
-) + b"K\x01s."  # fmt: skip
+ENDLESS_KEY = (
+    b"\x80\x04})"
+    + b"\x94h\x00\x86\x94h\x01\x86"
+    + b"".join(b"\x94h%c\x86" % (2 + i) for i in range(60))
+    + b"K\x01s."
+)
 ENDLESS_NAME = b"\x80\x04\x8c\x13torch.serialization\x8c\x0b_get_layout\x93" + (
     ENDLESS_KEY[3:-4] + b"\x85R."
 )
@@ -521,7 +526,8 @@ DAMAGE = {
     "huge memo": (rewrite(".metadata", b"\x80\x04)r\xff\xff\xff\xff."), "read (KeyError)"),
     "deep marks": (rewrite(".metadata", b"\x80\x04" + b"(" * 10**7), ".metadata is nested too"),
     "deep tuples": (
-        rewrite(".metadata", b"\x80\x04})" + b"\x85" * 10**6 + b"K\x01s."), "cannot be read",
+        rewrite(".metadata", b"\x80\x04})" + b"\x85" * 10**6 + b"K\x01s."),
+        "cannot be read",
     ),
     "large metadata": (rewrite(".metadata", bytes(1 << 26)), ".metadata has more than the"),
     "shard not described": (forge(drop_a_shard), f"does not say where all of {NORM} is"),
@@ -552,13 +558,19 @@ DAMAGE = {
     **{
         f"step {text}": (state_with(step=text), f"state.json has {said} as step")
         for text, said in {
-            '"20"': "20", "NaN": "NaN", "-5": "-5", "1e400": "Infinity", "true": "true",
-            "2.0": "2.0", "null": "null", str(2**70): str(2**70),
+            '"20"': "20",
+            "NaN": "NaN",
+            "-5": "-5",
+            "1e400": "Infinity",
+            "true": "true",
+            "2.0": "2.0",
+            "null": "null",
+            str(2**70): str(2**70),
         }.items()
     },
     "no ranks": (state_with(world_size="0"), "state.json has 0 as world_size"),
     "identity a list": (state_with(identity="[]"), "is no object with an identity"),
-}  # fmt: skip
+}
 
 
 def faults(folders: list[Path]) -> list[str | None]:
