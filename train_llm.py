@@ -24,11 +24,11 @@ def main() -> None:
     """Train one run, or continue it."""
     launcher = Launcher()
     launcher.watch_start()
-    # It asks all ranks where they are, once they train, and is to end none that still starts up.
+    # A training rank is asked by SIGUSR2 where it is; the signal must not end one that starts up.
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)
     # Bad input ends here, before torch is imported and before any process group is built.
     config, layout, launch = load_config(sys.argv[1:])
-    # CUDA's caching allocator reads it once: blocks that grow leave fewer holes between them.
+    # For CUDA's caching allocator: blocks that grow leave fewer holes between them.
     if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     if config.layout.print_plan:

@@ -88,8 +88,8 @@ class LlamaConfig(BaseModel):
     def num_matmul_parameters(self) -> int:
         """Parameters that every token is multiplied with: all but the embedding and the norms."""
         ends = [embedding_weight(self), *head_weights(self)]
-        block = sum(weight.numel for weight in block_weights(self) if weight.multiplied)
-        return self.num_hidden_layers * block + sum(w.numel for w in ends if w.multiplied)
+        block = sum(weight.numel for weight in block_weights(self) if weight.in_matmul)
+        return self.num_hidden_layers * block + sum(w.numel for w in ends if w.in_matmul)
 
     @property
     def parameter_shapes(self) -> dict[str, tuple[int, ...]]:

@@ -1,8 +1,9 @@
 """A Llama 3 with Hugging Face's parameter names. It knows nothing of meshes.
 
 Shapes: B micro-batch, S sequence, D hidden, H query heads, K key/value heads, F feed-forward,
-V vocabulary. Under tensor parallelism a rank sees its own heads, feed-forward columns and
-vocabulary rows, and everything here follows from the shape of its local weights.
+V vocabulary. Under tensor parallelism a rank has its own heads, feed-forward columns and
+vocabulary rows; local sizes follow from the local weights, and with sequence parallelism the
+residual stream is [B, S / tp, D].
 """
 
 from collections.abc import Callable

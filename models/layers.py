@@ -1,4 +1,4 @@
-"""The layers of a decoder. They know no architecture and no mesh."""
+"""The layers of a decoder. They hold no mesh: ``parallel/`` tells them of it (:class:`Layer`)."""
 
 import math
 from collections.abc import Callable
@@ -13,9 +13,10 @@ from models.config import LlamaConfig
 
 
 class _LocalWeight(torch.autograd.Function):
-    """``DTensor.to_local()`` in a fraction of its time, most of which its backward takes.
+    """``DTensor.to_local()`` in a fraction of its time.
 
-    The gradient is placed as the weight is, so that nothing has to be worked out.
+    The gradient gets the placement of the weight. Where a rank has only a part of a sum
+    (``Layer.partial_grad``) that is not yet true, until ``reduce_partial_gradients`` sums it.
     """
 
     @staticmethod
@@ -51,13 +52,14 @@ class Layer(nn.Module):
         vocab_start: first vocabulary row of this rank; None: it has every row.
         compute_dtype: to which a plain weight is cast before its use; None: as it is stored.
         partial_grad: the gradient of the replicated weight is a part of a sum over tp.
-        output_placement: how the outputs of the tp ranks form the whole; None: each is whole.
+        output_placement: of the fingerprints alone, as the next two: how the outputs of the tp
+            ranks form the whole; None: each is whole.
         output_start: global index of the first column of the output.
         output_counts: False where another tp rank has the same columns.
         attend: attention of queries, keys and values [B, heads, S, head_dim] each.
         run: computes a block in another way, as activation checkpointing and compilation do; None:
             as written.
-        positions: global positions of as many tokens of a sequence as a rank has.
+        positions: global positions of the tokens that a rank has of a sequence, from their number.
         sequence_shards: ranks over which sequence parallelism shards the residual stream.
         loss_chunks: parts of the sequence whose logits exist at a time, where a loss is given.
     """

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal
 if TYPE_CHECKING:
     from models.config import LlamaConfig
 
-# How tensor parallelism shards a weight, or what a block keeps of each token:
+# How tensor parallelism shards a weight:
 # - column: by rows of the weight, which are outputs; row: by columns, which are inputs;
 # - key_value: by heads, or replicated where ranks outnumber heads, each rank using one of them;
 # - vocabulary: by rows of the vocabulary, perhaps unevenly;
@@ -32,7 +32,7 @@ class Weight:
         sharding: over tensor-parallel ranks.
         kind: what it is. Norms start as ones and do not decay; all others are random matrices.
         heads: number of heads in dim 0 of a ``key_value`` weight.
-        multiplied: whether every token is multiplied with it.
+        in_matmul: whether it is in a matrix product with every token.
         writes_residual: whether its product is added to the residual stream.
     """
 
@@ -41,7 +41,7 @@ class Weight:
     sharding: Sharding
     kind: Kind = "matrix"
     heads: int = 1
-    multiplied: bool = True
+    in_matmul: bool = True
     writes_residual: bool = False
 
     @property
@@ -72,8 +72,8 @@ class Weight:
         return local // self.heads if one_head else local
 
     def has_partial_grad(self, tp: int, sequence_parallel: bool) -> bool:
-        """Whether a rank's gradient is a part of a sum over ``tp`` ranks, all of which have the
-        whole weight: they read other heads with it, or other parts of the sequence."""
+        """Whether a rank's gradient is a part of a sum over ``tp`` > 1 ranks: all have the whole
+        weight, and each uses it on other heads, or on another part of the sequence."""
         if self.sharding == "key_value":
             return self.heads % tp != 0
         return self.sharding == "local_heads" or (
@@ -94,7 +94,8 @@ class Activation:
         wide: kept in float32 or better, whatever the compute dtype.
         whole_sequence: context parallelism gathers it.
         traffic: bytes that elementwise operations read and write of each element in a forward, in
-            16 bits.
+            16 bits: of a norm with its residual sum seven accesses, of queries, keys and values
+            six, of each of SwiGLU's two inputs four.
     """
 
     name: str
@@ -117,13 +118,13 @@ class Activation:
 def block_weights(config: "LlamaConfig") -> list[Weight]:
     """The weights of a block, in the order of its modules."""
     d, f, head = config.hidden_size, config.intermediate_size, config.head_size
-    q, k = config.num_attention_heads * head, config.kv_heads
-    norm = Weight("", (d,), "replicated", "norm", multiplied=False)
+    q, kv_heads = config.num_attention_heads * head, config.kv_heads
+    norm = Weight("", (d,), "replicated", "norm", in_matmul=False)
     return [
         replace(norm, name="input_layernorm.weight"),
         Weight("self_attn.q_proj.weight", (q, d), "column"),
-        Weight("self_attn.k_proj.weight", (k * head, d), "key_value", heads=k),
-        Weight("self_attn.v_proj.weight", (k * head, d), "key_value", heads=k),
+        Weight("self_attn.k_proj.weight", (kv_heads * head, d), "key_value", heads=kv_heads),
+        Weight("self_attn.v_proj.weight", (kv_heads * head, d), "key_value", heads=kv_heads),
         Weight("self_attn.o_proj.weight", (d, q), "row", writes_residual=True),
         replace(norm, name="post_attention_layernorm.weight"),
         Weight("mlp.gate_proj.weight", (f, d), "column"),
@@ -163,13 +164,13 @@ def norm_activations(config: "LlamaConfig") -> list[Activation]:
 def embedding_weight(config: "LlamaConfig") -> Weight:
     """The token embedding, which is also the head where the two are tied."""
     shape, tied = (config.vocabulary, config.hidden_size), config.tie_word_embeddings
-    return Weight("model.embed_tokens.weight", shape, "vocabulary", "embedding", multiplied=tied)
+    return Weight("model.embed_tokens.weight", shape, "vocabulary", "embedding", in_matmul=tied)
 
 
 def head_weights(config: "LlamaConfig") -> list[Weight]:
     """The final norm, and the head unless it is the embedding."""
     d = config.hidden_size
-    norm = Weight("model.norm.weight", (d,), "replicated", "norm", multiplied=False)
+    norm = Weight("model.norm.weight", (d,), "replicated", "norm", in_matmul=False)
     head = Weight("lm_head.weight", (config.vocabulary, d), "vocabulary", "head")
     return [norm] if config.tie_word_embeddings else [norm, head]
 

@@ -32,7 +32,7 @@ class Collective:
         why: what is sent.
         count: per optimizer step and unit, on every rank that has the unit.
         bytes: size of the whole tensor (the gathered one; the one before the scatter).
-        units: how many such units the rank has: its blocks, or 1.
+        units: how many such units of the rank do it: its blocks, those that are checkpointed, or 1.
     """
 
     unit: str
@@ -122,7 +122,7 @@ class _Step:
         Args:
             place: unit, dim and kind.
             times: how often a step has ``count`` of them; None: in each micro-batch.
-            units: how many such units the rank has; None: its blocks, or 1.
+            units: how many such units do it; None: all blocks of the rank, or 1.
         """
         times = self.layout.micro_batches if times is None else times
         if units is None:

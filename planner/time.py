@@ -54,7 +54,7 @@ def block_seconds(
     matmul = sum(
         machine.product_seconds(2 * tokens * weight.product_numel(tp))
         for weight in block_weights(model)
-        if weight.multiplied
+        if weight.in_matmul
     )
     width = model.num_attention_heads * model.head_size
     attention = machine.attention_seconds(2 * tokens * options.seq_len * width // tp)

@@ -64,6 +64,7 @@ class AgreedBatches:
         self._run_dir = config.run_dir
         self._upcoming, self._waited = None, 0.0
         self.fetch()
+        self._waited = 0.0  # the first step has not begun
 
     def fetch(self) -> None:
         """Take the next batch, if there is one, and start agreeing on it."""
@@ -72,7 +73,7 @@ class AgreedBatches:
         self._waited += time.perf_counter() - started
         if batch is None:
             return
-        # All tp and pp ranks of a dp rank have the same batch; one of them counts.
+        # The tp and pp ranks of a dp rank read the same tokens, if any; one of them counts.
         targets = sum(int((t != IGNORE_INDEX).sum()) for _, t in batch)
         mine = targets if self._ranks.tp_rank == self._ranks.pp_rank == 0 else 0
         why = self._stop_requested()
@@ -125,7 +126,7 @@ def train(
         CheckpointError: if the last step cannot be saved.
         LostRunError: if the run directory is not that of this start any more; on all ranks.
     """
-    last, run, optimizer = config.step.steps, config.run, config.optimizer
+    last, every, section = config.step.steps, config.run, config.optimizer
     tokens = config.step.global_batch_size * config.step.seq_len
     at, fingerprints, stop = observers.heartbeat.at, observers.fingerprints, None
     observers.meter.restart()
@@ -136,7 +137,7 @@ def train(
         if stop:
             break
         at(step, "forward and backward")
-        lr, result = lr_at(optimizer, optimizer.lr_decay_steps or last, step), None
+        lr, result = lr_at(section, section.lr_decay_steps or last, step), None
         # All ranks know from the agreed count whether there is a target: no collective waits.
         if target_tokens:
             fingerprints.begin(step, batch)
@@ -147,17 +148,17 @@ def train(
         observers.meter.begin_update()
         if target_tokens:
             fingerprints.gradients()
-            result = update(engine, share, step=step, lr=lr, grad_clip=optimizer.grad_clip)
+            result = update(engine, share, step=step, lr=lr, grad_clip=section.grad_clip)
             fingerprints.end(result.loss, result.grad_norm)
         state.count(tokens, skipped=not target_tokens)
         observers.meter.add(tokens)
-        if step == 1 or _due(step, run.log_every) or step == last:
+        if step == 1 or _due(step, every.log_every) or step == last:
             at(step, "logging")
             _log(result, lr, state, batches, engine, observers)
         if _due(step, config.data.eval_every) and data.eval.len_with_tail:
             at(step, "evaluation")
             _evaluate(step, engine, data, config, observers)
-        if _due(step, run.checkpoint_every) and step < last:
+        if _due(step, every.checkpoint_every) and step < last:
             at(step, "checkpoint")
             _save(engine, observers, checkpointer.save)
         garbage.collect(step)

@@ -78,7 +78,7 @@ class Engine:
     pipeline: "Pipeline | None" = None
 
     @cached_property
-    def partial(self) -> list[Layer]:
+    def partial_grad_modules(self) -> list[Layer]:
         """Modules whose gradients are parts of sums over tp."""
         return partial_modules(self.model)
 
@@ -110,9 +110,10 @@ def forward_backward(engine: Engine, batch: Batch, target_tokens: int) -> Tensor
     """
     ranks = engine.ranks
     share = torch.zeros((), dtype=torch.float64, device=ranks.device)
+    micro_batches = () if engine.pipeline else batch
     if engine.pipeline:
-        share, batch = engine.pipeline.forward_backward(batch, target_tokens), []
-    for number, (inputs, targets) in enumerate(batch, start=1):
+        share = engine.pipeline.forward_backward(batch, target_tokens)
+    for number, (inputs, targets) in enumerate(micro_batches, start=1):
         begin_micro_batch(engine.model, zero=engine.layout.zero, last=number == len(batch))
         with record_function("forward"):
             loss = batch_loss(engine.model, inputs, targets, ranks) / target_tokens
@@ -120,7 +121,7 @@ def forward_backward(engine: Engine, batch: Batch, target_tokens: int) -> Tensor
             loss.backward()
         share += loss.detach()
     if ranks.tp_group:
-        reduce_partial_gradients(engine.partial, ranks.tp_group)
+        reduce_partial_gradients(engine.partial_grad_modules, ranks.tp_group)
     return share
 
 
@@ -133,7 +134,8 @@ class StepResult:
 
 
 def update(engine: Engine, share: Tensor, *, step: int, lr: float, grad_clip: float) -> StepResult:
-    """Global norm, clip, and update of the weights. The host never waits for the device here.
+    """Global norm, clip, and update of the weights. The host does not wait for the device here,
+    unless weights are offloaded.
 
     Args:
         share: of :func:`forward_backward`.
