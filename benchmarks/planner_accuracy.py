@@ -45,7 +45,7 @@ TIMED = [
 ]
 # Every so many rows one is for calibration; the errors are those of the others.
 CALIBRATED_EVERY = 4
-# Bytes per parameter whole on each rank, and of those that ZeRO-1 shares out: 16-bit weights,
+# Bytes per parameter whole on each rank, and of those that ZeRO-1 shards: 16-bit weights,
 # gradients, for nanotron in float32 and in 16 bits; master weights and moments.
 WHOLE, SHARED = {"nanotron": 2 + 4 + 2, "hagemann": 2 + 2}, 12
 

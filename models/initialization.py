@@ -50,7 +50,7 @@ def _chunks(seed: int, name: str, shape: tuple[int, int], first: int, last: int,
 def local_part(parameter: Tensor) -> tuple[Tensor, tuple[int, ...]]:
     """This rank's part of a parameter as a plain tensor, and the global index of its first element.
 
-    The part is a block of the whole, also where both dims of a mesh cut the same dim.
+    The part is a block of the whole, also where two dims of a mesh shard one dim.
     """
     if not isinstance(parameter, DTensor):
         return parameter, (0,) * parameter.ndim

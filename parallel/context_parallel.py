@@ -1,6 +1,6 @@
 """Context parallelism: a rank holds two slices of every sequence, and attends to their prefixes.
 
-A sequence is cut into 2 cp chunks, and rank r holds chunks r and 2 cp - 1 - r: the later a chunk,
+A sequence is split into 2 cp chunks, and rank r holds chunks r and 2 cp - 1 - r: the later a chunk,
 the more it attends to, so that all ranks have equal work. Keys and values are gathered, and each
 chunk attends to its prefix with a lower-right causal mask, which flash kernels know: no mask of
 S x S exists. Source: "The Llama 3 Herd of Models" (2024), section 3.3.2.

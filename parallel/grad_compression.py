@@ -58,14 +58,14 @@ class Replica(DistributedDataParallel):
 
     def __init__(self, model: Llama, state: object, hook: Callable):
         super().__init__(
-            # Buckets are cut in the order of the parameters, and sent one after another.
+            # Buckets are filled in the order of the parameters, and sent one after another.
             _LastFirst(model),
             # Equal by construction: each value is a function of seed, name and index.
             init_sync=False,
             gradient_as_bucket_view=True,
             bucket_cap_mb=BUCKET_MB,
         )
-        # DDP would cut the buckets anew after the first step. The order in which the ranks' parts
+        # DDP would fill the buckets anew after the first step. The order in which the ranks' parts
         # of a number are added depends on its place in a bucket, so that a run that goes on from a
         # checkpoint would differ by rounding from one that never stopped.
         self.reducer._push_all_rebuilt_params()

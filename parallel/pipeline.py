@@ -124,7 +124,7 @@ class _Stage(PipelineStage):
 
 
 def _remake(received: tuple, device: torch.device | str) -> None:
-    """Replace the buffers of what is received by others of their shapes."""
+    """Replace receive buffers by new ones of the same shapes on ``device``."""
     for info in received:
         if info.buffer is not None:
             info.buffer = torch.empty_like(info.buffer, device=device)

@@ -11,7 +11,7 @@ from parallel.stages import SCHEDULES
 def check_pipeline(
     model: LlamaConfig, layout: Layout, activation_checkpoint: str, compile: bool
 ) -> None:
-    """Check that the model can be cut into stages, and that the schedule can run them.
+    """Check that the model can be split into stages, and that the schedule can run them.
 
     Raises:
         LayoutError: naming the first flag that does not fit.
@@ -97,7 +97,7 @@ def check_grad_compression(
 def check_tensor_parallel(
     model: LlamaConfig, layout: Layout, seq_len: int, sequence_parallel: bool
 ) -> None:
-    """Check that the model can be cut over the tp ranks. ``vocab_size`` may still be None.
+    """Check that the model can be sharded over the tp ranks. ``vocab_size`` may still be None.
 
     Raises:
         LayoutError: naming the first field that does not fit.
@@ -141,7 +141,7 @@ def check_tensor_parallel(
             f"--vocab-size {vocab} leaves a rank of --tp {tp} without a row: "
             f"use --vocab-size {-(-vocab // tp) * tp} or a smaller --tp"
         )
-    # What tp cuts unevenly by rows, dp cuts by columns.
+    # A vocabulary that tp shards unevenly by rows is sharded over dp by columns.
     dp = layout.shards
     if model.hidden_size % dp:
         raise LayoutError(

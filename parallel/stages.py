@@ -86,9 +86,9 @@ def balanced_blocks(model: LlamaConfig, stages: int, seq_len: int) -> list[range
 
     Cost is multiplications per token of the forward: those of the matrices, and of attention to
     half a sequence on average. The head counts as what it is; a lookup costs nothing, so that the
-    embedding decides by its size between cuts that are equally fast, and evenness after that.
+    embedding decides by its size between splits that are equally fast, and evenness after that.
     Exact, by dynamic programming over (blocks, stages), without stages that alone are slower than
-    an even cut.
+    an even split.
     """
     layers, head = model.num_hidden_layers, model.vocabulary * model.hidden_size
     attention = seq_len * model.num_attention_heads * model.head_size
@@ -103,7 +103,7 @@ def balanced_blocks(model: LlamaConfig, stages: int, seq_len: int) -> list[range
     even = -(-layers // stages)
     slowest_even = max(even * block, (layers // stages) * block + head)
     longest = slowest_even // block
-    # best[n]: how bad the best cut of the first n blocks into the stages so far is, and its ends.
+    # best[n]: how bad the best split of the first n blocks into the stages so far is, and its ends.
     best: dict[int, tuple[tuple[int, int, int], tuple[int, ...]]] = {0: ((0, 0, 0), (0,))}
     for stage in range(stages):
         costs = [cost(blocks, stage) for blocks in range(longest + 1)]

@@ -217,7 +217,7 @@ def _at(mesh: DeviceMesh) -> tuple[int, int]:
 
 
 def rows_of(rows: int, tp: int, tp_rank: int) -> slice:
-    """Rows of a tp rank as ``Shard(0)`` cuts: ``ceil(rows / tp)`` each, the last what is left."""
+    """Rows of a tp rank as of ``Shard(0)``: ``ceil(rows / tp)`` each, the last the rest."""
     per_rank = -(-rows // tp)
     first = tp_rank * per_rank
     return slice(first, min(first + per_rank, rows))

@@ -15,7 +15,7 @@ TABLE = Path(__file__).with_name("gpus.toml")
 
 @dataclass(frozen=True)
 class Constants:
-    """What of a table's numbers is reached; a calibration fits these and nothing else.
+    """The parts of the table's figures that are reached; a calibration fits these alone.
 
     The defaults are between those that fit published runs of five trainers (docs/planning.md).
 

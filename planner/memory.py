@@ -57,9 +57,9 @@ class Options(ParallelOptions):
 class Memory:
     """Bytes of the largest moment of a step on the ranks of a pipeline coordinate; see ITEMS.
 
-    ``gradients``, whole ones and all activations are counted together, though the one come as the
-    others go: they are made on another stream, and CUDA's caching allocator gives no stream what
-    another has freed. The loss is over when the backward of the blocks begins.
+    Gradients and all activations are counted together, although activations are freed while
+    gradients arrive: these are made on another stream, and CUDA's caching allocator gives no stream
+    what another has freed. The loss is over when the backward of the blocks begins.
     """
 
     parameters: int
@@ -170,7 +170,7 @@ def checkpointed_bytes(model: LlamaConfig, layout: Layout, options: Options) -> 
 
 
 def embedding_bytes(layout: Layout, options: Options) -> int:
-    """Bytes that an embedding keeps per micro-batch: row and mask of each token, where it is cut.
+    """Bytes that an embedding keeps per micro-batch: row and mask of each token, if it is sharded.
 
     Its result is the input of the first block.
     """

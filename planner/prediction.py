@@ -1,4 +1,4 @@
-"""What the planner says of a run before its first step, and that beside what the run has measured.
+"""The memory and time that are planned for a run, and a table of them beside what was measured.
 
 Torch-free.
 """

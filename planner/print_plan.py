@@ -33,7 +33,7 @@ class ParameterRow:
 
 
 def _short(placement: "Placement") -> str:
-    # FSDP2's _StridedShard cuts the dim that tp has cut first; for a reader it is a shard too.
+    # FSDP2's _StridedShard shards the dim that tp has sharded first; for a reader it is a shard.
     return "R" if placement.is_replicate() else f"S({cast('Shard', placement).dim})"
 
 
@@ -121,7 +121,7 @@ def format_plan(
     lines = [f"layout {layout.name}, rank 0 of {layout.world_size}", ""]
     if layout.pp > 1:
         lines += _stage_lines(model, layout, seq_len)
-    # Neither cuts a parameter: pp shares them out whole, and cp counts as dp.
+    # Neither shards a parameter: pp places them whole, and cp counts as dp.
     hidden = {"cp", "pp"} | ({"tp"} if layout.tp == 1 else set())
     dims = " ".join(d for d in layout.mesh_dims if d not in hidden)
     dims = dims.replace(" dp", " dp x cp") if layout.cp > 1 else dims

@@ -86,7 +86,7 @@ def step_time(
     stages: Sequence[Stage] = (),
     block: float | None = None,
 ) -> Time:
-    """Of one optimizer step; ``planner/collectives.py`` counts what is sent.
+    """Seconds of an optimizer step; ``planner/collectives.py`` counts what is sent.
 
     A rank's transfers for tp and cp wait; those of FSDP hide under the computing of the same
     micro-batch, and under the waiting for its host, up to a part of that, but for the first unit;

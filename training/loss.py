@@ -1,4 +1,4 @@
-"""The only loss: cross-entropy of a vocabulary that may be cut over the tp ranks."""
+"""The only loss: cross-entropy of a vocabulary that may be sharded over the tp ranks."""
 
 import torch
 import torch.distributed as dist

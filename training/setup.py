@@ -96,7 +96,7 @@ def resolve_vocabulary(config: Config, layout: Layout, tokenizer: Tokenizer) -> 
     """Set an unset vocabulary to the tokenizer's, and check that every token has a row.
 
     Raises:
-        ConfigError: if the vocabulary is too small, or cannot be cut over tp.
+        ConfigError: if the vocabulary is too small, or cannot be sharded over tp.
     """
     model = config.model
     if model.vocab_size is None:

@@ -60,7 +60,7 @@ def known_machine(gpu: str | None, launch: Launch) -> Machine | None:
 
 
 def _described(ranks: Ranks, measured: Measured) -> Machine:
-    """This device by what was measured, its memory shared out among the ranks of a CPU."""
+    """This device by what was measured, its memory divided by the ranks of a CPU."""
     node, name = ranks.launch.local_world_size, "cpu"
     size = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / node
     if ranks.device.type == "cuda":

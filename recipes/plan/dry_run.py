@@ -56,7 +56,7 @@ def formula(config: Config, layout: Layout, pp_rank: int) -> Numbers:
             whole = stage_parameters(model, replace(layout, dp=1, cp=1), stages)
             sizes[WHOLE] = options.wide_bytes * whole
     sent = collectives(model, layout, options, config.step.seq_len, stages)
-    # Where a sequence is cut over all ranks, they are one group, also as shards.
+    # Where a sequence is sharded over all ranks, they are one group, also as shards.
     names = {"dp x cp": "cp"} if layout.cp == layout.world_size else {}
     rows = [(names.get(c.dim, c.dim), c.kind, c.bytes, c.count * c.units) for c in sent]
     # Loss and squared gradient norm, in float64.

@@ -61,7 +61,7 @@ class Calibration:
         self.tokens = self._shape()
 
     def _shape(self) -> tuple[int, int]:
-        """As of the training, cut where the block of a micro-batch would take above a second."""
+        """The shape of a micro-batch, shortened where its block would take above a second."""
         side = min(1024, self._local.hidden_size)
         rate = 2 * side**3 / self.seconds(self._products(side, side, side)[0])
         d, head = self._local.hidden_size, self._local.head_size

@@ -122,7 +122,7 @@ class _MetadataUnpickler(pickle._Unpickler):
 def _fills(boxes: list[list[tuple[int, int]]], size: Sequence[int]) -> bool:
     """Whether boxes, as (start, end) in each dim, fill a tensor of ``size`` and do not overlap.
 
-    Shards are cut dim by dim: all boxes between the same two bounds of a dim fill the others.
+    Tensors are sharded dim by dim: all boxes between the same two bounds of a dim fill the others.
     """
     if not size:
         return len(boxes) == 1

@@ -41,6 +41,7 @@ def identity(config: Config) -> dict:
 
 
 def check_run_dir(config: Config) -> None:
+    """Raise ConfigError if ``--run-dir`` is a file."""
     if config.run_dir.is_file():
         raise ConfigError(f"--run-dir {config.run_dir} is a file: name a directory")
 

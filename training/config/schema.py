@@ -56,12 +56,11 @@ class LayoutSection(Section):
     tp: Ranks = Field(1, description="Tensor-parallel ranks; 1 turns it off.")
     cp: Ranks = Field(
         1,
-        description="Context-parallel ranks, among which every sequence is cut; 1 turns it off.",
+        description="Context-parallel ranks, which shard every sequence; 1 turns it off.",
     )
     pp: Ranks = Field(
         1,
-        description="Pipeline-parallel ranks, among which the blocks are shared out; 1 turns it "
-        "off.",
+        description="Pipeline-parallel ranks, each with a part of the blocks; 1 turns it off.",
     )
     pp_schedule: Literal["1f1b", "gpipe", "interleaved", "zbv", "dualpipev"] = Field(
         "1f1b",
@@ -75,7 +74,7 @@ class LayoutSection(Section):
     )
     zero: Annotated[Literal[3, 2, 1, 0], BeforeValidator(whole)] = Field(
         3,
-        description="What data-parallel ranks share out. 3: parameters, gradients, optimizer "
+        description="What data-parallel ranks shard. 3: parameters, gradients, optimizer "
         "state. 2: as 3, but gathered parameters stay until the backward. 1: optimizer state; "
         "parameters and gradients are whole within a step, which communicates once. 0: nothing.",
     )
