@@ -1,5 +1,6 @@
 """recipes.compare_layouts: what it runs, refuses, continues, computes, draws and prints."""
 
+import functools
 import json
 import math
 import os
@@ -724,7 +725,11 @@ def test_an_interrupt_ends_the_run(number, code, tmp_path):
     )
     command = [sys.executable, "-c", program, *MODEL, "--layouts", "1x1", "--out", "out"]
     environ = os.environ | {"PYTHONPATH": str(REPO)}
-    process = subprocess.Popen(command, cwd=tmp_path, env=environ, stderr=subprocess.PIPE)
+    # A shell that starts the tests in the background has them ignore SIGINT.
+    heed = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    process = subprocess.Popen(
+        command, cwd=tmp_path, env=environ, stderr=subprocess.PIPE, preexec_fn=heed
+    )
     pid, deadline = tmp_path / "calls.pid", time.monotonic() + 60
     while not (pid.exists() and pid.read_text()):
         assert process.poll() is None and time.monotonic() < deadline
