@@ -7,7 +7,8 @@ with Hugging Face, whose names it has.
 
 import math
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal
+from functools import lru_cache
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 if TYPE_CHECKING:
     from models.config import LlamaConfig
@@ -115,12 +116,33 @@ class Activation:
         return self.width
 
 
-def block_weights(config: "LlamaConfig") -> list[Weight]:
+class _Widths(NamedTuple):
+    """What of a config decides about a block."""
+
+    hidden: int
+    feed_forward: int
+    head: int
+    heads: int
+    kv_heads: int
+
+
+def _widths(config: "LlamaConfig") -> _Widths:
+    heads = config.head_size, config.num_attention_heads, config.kv_heads
+    return _Widths(config.hidden_size, config.intermediate_size, *heads)
+
+
+def block_weights(config: "LlamaConfig") -> tuple[Weight, ...]:
     """The weights of a block, in the order of its modules."""
-    d, f, head = config.hidden_size, config.intermediate_size, config.head_size
-    q, kv_heads = config.num_attention_heads * head, config.kv_heads
+    return _block_weights(_widths(config))
+
+
+# The planner asks for the same ones of every layout.
+@lru_cache
+def _block_weights(widths: _Widths) -> tuple[Weight, ...]:
+    d, f, head, heads, kv_heads = widths
+    q = heads * head
     norm = Weight("", (d,), "replicated", "norm", in_matmul=False)
-    return [
+    return (
         replace(norm, name="input_layernorm.weight"),
         Weight("self_attn.q_proj.weight", (q, d), "column"),
         Weight("self_attn.k_proj.weight", (kv_heads * head, d), "key_value", heads=kv_heads),
@@ -130,15 +152,19 @@ def block_weights(config: "LlamaConfig") -> list[Weight]:
         Weight("mlp.gate_proj.weight", (f, d), "column"),
         Weight("mlp.up_proj.weight", (f, d), "column"),
         Weight("mlp.down_proj.weight", (d, f), "row", writes_residual=True),
-    ]
+    )
 
 
-def block_activations(config: "LlamaConfig") -> list[Activation]:
+def block_activations(config: "LlamaConfig") -> tuple[Activation, ...]:
     """What a block keeps for its backward beside its weights, without checkpointing."""
-    d, f, head = config.hidden_size, config.intermediate_size, config.head_size
-    h, k = config.num_attention_heads, config.kv_heads
-    return [
-        *norm_activations(config),
+    return _block_activations(_widths(config))
+
+
+@lru_cache
+def _block_activations(widths: _Widths) -> tuple[Activation, ...]:
+    d, f, head, h, k = widths
+    return (
+        *_norm_activations(d),
         Activation("input of attention", d, "replicated"),
         Activation("queries", h * head, "column", traffic=12),
         Activation("keys", k * head, "key_value", k, whole_sequence=True, traffic=12),
@@ -146,19 +172,24 @@ def block_activations(config: "LlamaConfig") -> list[Activation]:
         Activation("result of attention, by heads", h * head, "column"),
         Activation("result of attention, by tokens", h * head, "column"),
         Activation("log-sum-exp of attention", h, "column", wide=True),
-        *norm_activations(config),
+        *_norm_activations(d),
         Activation("input of the feed-forward", d, "replicated"),
         Activation("gate", f, "column", traffic=8),
         Activation("up", f, "column", traffic=8),
-    ]
+    )
 
 
-def norm_activations(config: "LlamaConfig") -> list[Activation]:
+def norm_activations(config: "LlamaConfig") -> tuple[Activation, ...]:
     """What a norm of the residual stream keeps."""
-    return [
-        Activation("input of a norm", config.hidden_size, "stream", traffic=14),
+    return _norm_activations(config.hidden_size)
+
+
+@lru_cache
+def _norm_activations(hidden: int) -> tuple[Activation, ...]:
+    return (
+        Activation("input of a norm", hidden, "stream", traffic=14),
         Activation("inverse root of a norm", 1, "stream", wide=True),
-    ]
+    )
 
 
 def embedding_weight(config: "LlamaConfig") -> Weight:

@@ -41,6 +41,16 @@ class Time:
         return sum(getattr(self, field.name) for field in fields(self))
 
 
+def elementwise_seconds(
+    traffic: float, layout: Layout, options: Options, machine: Machine
+) -> float:
+    """Of elementwise operations that move so many bytes of a token in 16 bits, once through a
+    micro-batch; compilation leaves about half."""
+    tokens = layout.micro_batch_size * options.seq_len // layout.cp
+    moved = tokens * options.dtype_bytes / 2 * traffic
+    return machine.memory_seconds(moved) * (0.5 if options.compile else 1)
+
+
 def block_seconds(
     model: LlamaConfig, layout: Layout, options: Options, machine: Machine
 ) -> tuple[float, float]:
@@ -48,7 +58,7 @@ def block_seconds(
 
     A backward has twice the matrix products, 2.5 times the FLOPs of attention (flash attention
     computes its scores again; Dao 2023), and twice the rest. The table of activations has what
-    elementwise operations read and write; compilation leaves about half.
+    elementwise operations read and write.
     """
     tp, tokens = layout.tp, layout.micro_batch_size * options.seq_len // layout.cp
     matmul = sum(
@@ -58,14 +68,12 @@ def block_seconds(
     )
     width = model.num_attention_heads * model.head_size
     attention = machine.attention_seconds(2 * tokens * options.seq_len * width // tp)
+    shards = tp if options.sequence_parallel else 1
     traffic = sum(
-        kept.traffic
-        * kept.local_width(tp)
-        / (tp if kept.sharding == "stream" and options.sequence_parallel else 1)
+        kept.traffic * kept.local_width(tp) / (shards if kept.sharding == "stream" else 1)
         for kept in block_activations(model)
     )
-    moved = tokens * options.dtype_bytes / 2 * traffic
-    rest = machine.memory_seconds(moved) * (0.5 if options.compile else 1)
+    rest = elementwise_seconds(traffic, layout, options, machine)
     return 3 * matmul + 3.5 * attention + 3 * rest, matmul + attention + rest
 
 
@@ -149,9 +157,10 @@ def _sent_seconds(model, layout, options, machine) -> collections.defaultdict:
         "dp_replicate": (layout.replicas, layout.tp * layout.shards),
     }
     seconds: collections.defaultdict = collections.defaultdict(float)
-    # Gradients are sent whole: compression is not planned.
-    whole = replace(options, grad_compression="none")
-    for row in collectives(model, layout, whole, options.seq_len):
+    if options.grad_compression != "none":
+        # Compression is not planned: gradients count as if they were sent whole.
+        options = replace(options, grad_compression="none")
+    for row in collectives(model, layout, options, options.seq_len):
         ranks, stride = dims[row.dim]
         one = machine.collective_seconds(row.bytes, ranks, stride, row.kind, layout.world_size)
         dim = row.dim
