@@ -10,7 +10,7 @@ from parallel.layout import Layout
 from parallel.stages import Stage, make_stages
 from planner.machine import Machine
 from planner.memory import Options, block_bytes
-from planner.time import block_seconds
+from planner.time import block_seconds, elementwise_seconds
 
 ROWS = Path(__file__).parent.parent / "tests" / "planner_rows.csv"
 GPUS = {
@@ -95,20 +95,15 @@ class Row:
         """Computing of a block, forward and backward, and what is computed again."""
         layout, options, facts = self.layout, self.options, self.facts
         total, forward = block_seconds(self.model, layout, options, machine)
-        tp, faster = layout.tp, 0.5 if options.compile else 1
+        tp = layout.tp
         shards = tp if options.sequence_parallel else 1
-        tokens = layout.micro_batch_size * options.seq_len // layout.cp
-
-        def moving(traffic: float) -> float:
-            return faster * machine.memory_seconds(tokens * options.dtype_bytes / 2 * traffic)
-
-        more = moving((facts.stream_bytes - 28) * self.model.hidden_size / shards)
-        elementwise = more + moving(
-            sum(
-                kept.traffic * kept.local_width(tp) / (shards if kept.sharding == "stream" else 1)
-                for kept in block_activations(self.model)
-            )
+        added = (facts.stream_bytes - 28) * self.model.hidden_size / shards
+        traffic = added + sum(
+            kept.traffic * kept.local_width(tp) / (shards if kept.sharding == "stream" else 1)
+            for kept in block_activations(self.model)
         )
+        more = elementwise_seconds(added, layout, options, machine)
+        elementwise = elementwise_seconds(traffic, layout, options, machine)
         again = {"none": 0.0, "selective": elementwise, "full": forward + more}
         return total + 3 * more + again[facts.checkpoint]
 
