@@ -75,18 +75,22 @@ def check(config: Config, launch: Launch) -> Layout:
     return layout
 
 
+def with_vocabulary(config: Config) -> Config:
+    """``config``, with the vocabulary of its tokenizer if none is set."""
+    if config.model.vocab_size is None:
+        from training.data.tokenizer import load_tokenizer
+
+        config.model.vocab_size = load_tokenizer(config.data.tokenizer).vocab_size
+    return config
+
+
 def check_ahead(config: Config, launch: Launch) -> Layout:
     """Check a run that is yet to be launched, with the vocabulary of its tokenizer if none is set.
 
     Raises:
         ConfigError: in one line.
     """
-    config = config.model_copy(deep=True)
-    if config.model.vocab_size is None:
-        from training.data.tokenizer import load_tokenizer
-
-        config.model.vocab_size = load_tokenizer(config.data.tokenizer).vocab_size
-    return check(config, launch)
+    return check(with_vocabulary(config.model_copy(deep=True)), launch)
 
 
 def _check_init_from(config: Config) -> None:

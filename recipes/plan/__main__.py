@@ -23,11 +23,11 @@ from parallel.layout import parse_layout
 from planner.machine import known_gpus, load_machine
 from planner.search import DIMS
 from recipes.plan.learn import learn_from
-from recipes.plan.planning import KEPT, own_flags, plan, with_vocabulary
+from recipes.plan.planning import KEPT, own_flags, plan
 from training.config.checks import check_optimizer
 from training.config.command_line import Parser, parse_flags, positive
 from training.config.schema import Config
-from training.start import bare_launch, check, refuse
+from training.start import bare_launch, check, refuse, with_vocabulary
 
 OBJECTIVE = (
     "the most tokens per second of all GPUs, or the cheapest tokens, on half or a quarter of them "

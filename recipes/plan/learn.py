@@ -13,9 +13,10 @@ from pathlib import Path
 from common.errors import ConfigError
 from planner.machine import Constants, Machine, load_machine, table_name, write_calibration
 from planner.time import step_time
-from recipes.plan.planning import find_machine, make_search, own_flags, with_vocabulary
+from recipes.plan.planning import find_machine, make_search, own_flags
 from training.config.command_line import load_recipe
 from training.config.schema import Config
+from training.start import with_vocabulary
 
 # What a fit may give each constant: parts stay parts.
 PART = (0.05, 1.0)

@@ -17,16 +17,8 @@ from training.config.schema import Config
 
 # Of --have: most ranks that one replica of the model may have, and numbers of GPUs that are tried.
 MODEL_RANKS, COUNTS_TRIED = 128, 12
+OLDER = {"batch_size": "micro_batch_size"}
 KEPT = (*DIMS, "zero", "pp_schedule", "micro_batch_size", "activation_checkpoint", "loss_chunks")
-
-
-def with_vocabulary(config: Config) -> Config:
-    """With the vocabulary of its tokenizer, if none is set."""
-    if config.model.vocab_size is None:
-        from training.data.tokenizer import load_tokenizer
-
-        config.model.vocab_size = load_tokenizer(config.data.tokenizer).vocab_size
-    return config
 
 
 def own_flags(config: Config, layout: str | None) -> dict:
@@ -64,6 +56,7 @@ def parse_kept(words: list[str]) -> dict:
     for word in words:
         name, _, value = word.partition("=")
         name = name.replace("-", "_")
+        name = OLDER.get(name, name)
         if name not in KEPT or not value:
             raise ConfigError(f"--keep {word} is not NAME=VALUE of one of {', '.join(KEPT)}")
         if name not in ("pp_schedule", "activation_checkpoint"):
@@ -74,7 +67,11 @@ def parse_kept(words: list[str]) -> dict:
     # The schema says which words and ZeRO stages there are.
     sections = load_recipe("debug")
     for section in (sections.layout, sections.memory):
-        type(section)(**{k: v for k, v in kept.items() if k in type(section).model_fields})
+        stated = {k: v for k, v in kept.items() if k in type(section).model_fields}
+        for name, value in vars(type(section)(**stated)).items():
+            # What the schema takes for another, as of older runs.
+            if stated.get(name, value) != value:
+                raise ConfigError(f"--keep {name}={stated[name]} is gone: use {name}={value}")
     return kept
 
 

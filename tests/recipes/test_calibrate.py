@@ -29,10 +29,9 @@ from recipes.plan.fitting import (
     predictions,
 )
 from recipes.plan.learn import BOUNDS
-from recipes.plan.planning import with_vocabulary
 from tests.ranks import free_port
 from training.config.command_line import load_recipe, parse_flags
-from training.start import check
+from training.start import check, with_vocabulary
 
 TRUE = Constants(
     matmul=0.9,
