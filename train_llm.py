@@ -78,7 +78,7 @@ def train_run(config: Config, layout: Layout, start: "Start", launcher: Launcher
 
     ranks, run, checkpoint, state = start.ranks, start.run, start.checkpoint, TrainState()
     prediction = plan.predict_run(config, layout, ranks.device)
-    lines = plan.describe(config, layout, ranks, checkpoint, prediction)
+    lines = plan.describe(config, layout, ranks, checkpoint, prediction) if not ranks.rank else []
     reporting = shutdown.reporting(run, config, layout, ranks, state, checkpoint, lines)
     with reporting as (reporter, heartbeat):
         meter = Meter(config, layout, ranks.device)

@@ -57,11 +57,6 @@ class Ranks:
     def _size(self, dim: str) -> int:
         return dict(zip(self.mesh.mesh_dim_names, self.mesh.shape, strict=True)).get(dim, 1)
 
-    @property
-    def pp(self) -> int:
-        """Size of the pp dim."""
-        return self._size("pp")
-
     @cached_property
     def pp_rank(self) -> int:
         """Coordinate in the pp dim: which stages this rank holds."""

@@ -124,7 +124,8 @@ def global_batch(step: int, vocab_size: int, mask: str = "none") -> tuple[np.nda
 
 def local_batch(step: int, ranks: Ranks, micro_batches: int, vocab_size: int, mask: str) -> Batch:
     """The micro-batches of this dp rank."""
-    dp = ranks.launch.world_size // ranks.tp // ranks.cp // ranks.pp
+    sizes = dict(zip(ranks.mesh.mesh_dim_names, ranks.mesh.shape, strict=True))
+    dp = ranks.launch.world_size // ranks.tp // ranks.cp // sizes.get("pp", 1)
     mine = slice(ranks.dp_rank * GLOBAL_BATCH // dp, (ranks.dp_rank + 1) * GLOBAL_BATCH // dp)
     parts = (np.split(x[mine], micro_batches) for x in global_batch(step, vocab_size, mask))
     return [

@@ -1,7 +1,6 @@
 """What is said of a run before its first step: its plan, and what it is."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -19,9 +18,6 @@ from training.config.options import planner_options
 from training.config.schema import Config
 from training.data.tokenizer import load_tokenizer
 from training.setup import parameter_dtype, refusing, resolve_vocabulary
-
-if TYPE_CHECKING:
-    pass
 
 
 def print_plan(config: Config, layout: Layout, launch: Launch) -> None:
